@@ -146,7 +146,7 @@ def _fitting(operands: list[str], eqn: JaxprEqn, var: Any) -> Iterator[str]:
 
 def einsums(eqn: JaxprEqn) -> list[str]:
     """The specs of the einsums that an equation is a part of, as in "GSM,ME->GSE"."""
-    return einsums_of(scopes_of(eqn))
+    return einsums_of(scopes_of([eqn]))
 
 
 def einsums_of(scopes: Iterable[str]) -> list[str]:

@@ -16,9 +16,8 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard.forecast.ops import LOOPS
-from gshard.forecast.time import phase_of
 from gshard.graph.regions import bodies, counts_of
-from gshard.graph.source import span_of
+from gshard.graph.source import phase_of, span_of
 
 _LONGEST = 44  # characters of an expression that are shown
 _Span = tuple[int, int, int, int]

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from gshard.errors import nearest
-from gshard.forecast.program import STYLES
+from gshard.forecast.compilers import COMPILERS
 from gshard.forecast.topology import Network, Switch, Torus
 from gshard.moving.costs import CostModel
 
@@ -76,7 +76,7 @@ class Hardware:
     @property
     def overlaps(self) -> bool:
         """Whether its compiler schedules collectives beside products that do not need them."""
-        return self.compiler == "gpu"
+        return COMPILERS[self.compiler].overlaps
 
     @property
     def sent_per_second(self) -> float:
@@ -134,8 +134,9 @@ def read(path: Path) -> Hardware:
     wanted = {f.name for f in fields(Hardware)}
     _check(path, set(text), wanted, wanted - {"efficiency", "compiler"})
     _check(path, set(text["network"]), {"kind", *_names(Network)}, {"kind"})
-    if text.get("compiler", "gpu") not in STYLES:
-        raise ValueError(f"{path}: compiler is {text['compiler']!r}; allowed are {STYLES}")
+    if text.get("compiler", "gpu") not in COMPILERS:
+        allowed = tuple(COMPILERS)
+        raise ValueError(f"{path}: compiler is {text['compiler']!r}; allowed are {allowed}")
     efficiency = text.get("efficiency", {})
     _check(path, set(efficiency), _names(Efficiency), set())
     return Hardware(

@@ -16,11 +16,9 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from gshard.forecast.ops import LOOPS, size_of
-from gshard.forecast.order import breadth_first, depth_first
-from gshard.forecast.program import Body, DeviceOperator, body_of
-from gshard.graph.regions import bodies, counts_of
-from gshard.graph.source import source_of
+from gshard.forecast.compilers import Compiler, Places
+from gshard.forecast.dataflow import Body, DeviceOperator
+from gshard.forecast.ops import size_of
 
 
 @dataclass(frozen=True)
@@ -53,22 +51,25 @@ class Memory:
 
 
 def memory_of(
-    jaxpr: Jaxpr, donated: Sequence[int] = (), style: str = "gpu", slack: float = 1.0
+    body: Body, compiler: Compiler, donated: Sequence[int] = (), slack: float = 1.0
 ) -> Memory:
     """The memory of a per-device program whose arguments at `donated` may be overwritten."""
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
-    arguments = sum(map(size_of, inputs))
-    results = sum(map(size_of, jaxpr.outvars))
-    given = _given_places(jaxpr, [inputs[i] for i in donated])
-    reused = sum(size_of(jaxpr.outvars[i]) for i, _ in given)
-    peak = _peak(jaxpr, style, given)
-    temporary = round(slack * peak.bytes)
-    held, along, lines = peak.held, peak.along, peak.lines
-    return Memory(arguments, results, reused, temporary, peak.where, held, along, lines)
+    given = _given_places(body.jaxpr, [body.inputs[i] for i in donated])
+    peak = _peak(body, compiler, given)
+    results = body.jaxpr.outvars
+    return Memory(
+        arguments=sum(map(size_of, body.inputs)),
+        results=sum(map(size_of, results)),
+        donated=sum(size_of(results[i]) for i, _ in given),
+        temporary=round(slack * peak.bytes),
+        where=peak.where,
+        held=peak.held,
+        along=peak.along,
+        lines=peak.lines,
+    )
 
 
 Scan = tuple[int, int]  # the number of constants and carries of a step
-Places = tuple[tuple[int, Any], ...]  # results by index, each with the argument it overwrites
 
 
 def _given_places(jaxpr: Jaxpr, donated: Sequence[Any]) -> Places:
@@ -94,116 +95,39 @@ class _Peak:
 
 
 @functools.lru_cache(maxsize=512)
-def _peak(jaxpr: Jaxpr, style: str, given: Places = (), scan: Scan | None = None) -> _Peak:
-    """The temporaries of a body: breadth first on CPUs, else in the better of two orders."""
-    body = body_of(jaxpr, style)
-    leaving, sliced = _in_results(body, style, scan), _sliced(body, style, scan)
-    if style == "cpu":
-        order, aside = breadth_first(body), _kept_aside(body, given)
-        elsewhere = leaving | _in_given_places(body, order, given, aside)
-        return _simulate(order, style, [*aside, *sliced, *_stacks(body)], elsewhere)
-    orders = [body.operators, depth_first(body)]
-    return min((_simulate(o, style, sliced, leaving) for o in orders), key=lambda p: p.bytes)
+def _peak(body: Body, compiler: Compiler, given: Places = (), scan: Scan | None = None) -> _Peak:
+    """The temporaries of a body, in the best of a compiler's orders."""
+    steps = scan if compiler.copies_slices else None
+    leaving, sliced = _in_results(body, steps), _sliced(body, steps)
+    found = [
+        _simulate(order, compiler, [*early, *sliced], leaving | elsewhere)
+        for order, early, elsewhere in compiler.schedules(body, given)
+    ]
+    return min(found, key=lambda peak: peak.bytes)
 
 
-def _sliced(body: Body, style: str, scan: Scan | None) -> list[Any]:
+def _sliced(body: Body, scan: Scan | None) -> list[Any]:
     """The slices that a step of a scan takes first, read by operators that are not fused."""
-    if scan is None or style == "tpu":
+    if scan is None:
         return []
     alone = {v for o in body.operators if not o.root.joins for v in o.reads}
     return [v for v in body.jaxpr.invars[sum(scan) :] if v in alone]
 
 
-def _in_results(body: Body, style: str, scan: Scan | None) -> set[Any]:
+def _in_results(body: Body, scan: Scan | None) -> set[Any]:
     """Values that are computed in the buffers of results.
 
     What a step of a scan stacks is copied there, if the operator that makes it is not fused.
     """
     results = [None if isinstance(v, Literal) else body.stands_for(v) for v in body.outputs]
-    if scan is None or style == "tpu":
+    if scan is None:
         return set(results)
     alone = {v for o in body.operators if not o.root.joins for v in o.writes}
     return {*results[: scan[1]], *(v for v in results[scan[1] :] if v not in alone)}
 
 
-def _stacks(body: Body) -> list[Any]:
-    """The stacked results of loops; on CPUs their zeros are live from the start."""
-    scans = [o for o in body.operators if o.root.name == "scan"]
-    return [v for o in scans for v in o.writes[counts_of(o.root.eqn)[1] :]]
-
-
-def _kept_aside(body: Body, given: Places) -> list[Any]:
-    """Donated arguments that XLA for CPUs copies first, before it schedules.
-
-    Those that an operator may read after their buffer is overwritten: one on which the overwriting
-    operator does not depend.
-    """
-    makers = {v: o for o in body.operators for v in o.writes}
-    readers: dict[Any, list[DeviceOperator]] = {}
-    for operator in body.operators:
-        for var in operator.reads:
-            readers.setdefault(var, []).append(operator)
-    found = []
-    for number, argument in given:
-        result = body.outputs[number]
-        maker = None if isinstance(result, Literal) else makers.get(body.stands_for(result))
-        if maker is None:
-            continue
-        before = _ancestors(maker, makers)
-        if any(o not in before for o in readers.get(argument, ())):
-            found.append(argument)
-    return found
-
-
-def _in_given_places(
-    body: Body, order: Sequence[DeviceOperator], given: Places, aside: Sequence[Any]
-) -> set[Any]:
-    """Temporaries in the buffers of donated arguments, until a result is written there.
-
-    The copies of `aside` are made first, one after the other, each possibly in the buffer of the
-    previous one.
-    """
-    copied = {v: number for number, v in enumerate(aside, -len(aside))}
-    made = {v: number for number, o in enumerate(order) for v in o.writes}
-    last = {v: number for number, o in enumerate(order) for v in o.reads}
-    leaving = {body.stands_for(v) for v in body.outputs if not isinstance(v, Literal)}
-    places: list[tuple[int, int, int, list[tuple[int, int]]]] = []
-    for number, argument in given:
-        end = made.get(body.stands_for(body.outputs[number]))
-        if end is not None:
-            start = copied.get(argument, last.get(argument, -1)) + 1
-            until = end if order[end].root.joins else end - 1
-            places.append((size_of(argument), start, until, []))
-    found = set()
-    made = {**copied, **made}
-    for var in sorted(
-        (v for v in made if v in last and v not in leaving), key=lambda v: -size_of(v)
-    ):
-        first, end = made[var], last[var]
-        for size, start, until, taken in places:
-            fits = size_of(var) <= size and start <= first and end <= until
-            if fits and all(end < a or b < first for a, b in taken):
-                taken.append((first, end))
-                found.add(var)
-                break
-    return found
-
-
-def _ancestors(operator: DeviceOperator, makers: dict[Any, DeviceOperator]) -> set[DeviceOperator]:
-    """An operator and all operators it depends on."""
-    seen = {operator}
-    waiting = [operator]
-    while waiting:
-        for var in waiting.pop().reads:
-            maker = makers.get(var)
-            if maker is not None and maker not in seen:
-                seen.add(maker)
-                waiting.append(maker)
-    return seen
-
-
 def _simulate(
-    order: Sequence[DeviceOperator], style: str, early: Sequence[Any], elsewhere: Set[Any]
+    order: Sequence[DeviceOperator], compiler: Compiler, early: Sequence[Any], elsewhere: Set[Any]
 ) -> _Peak:
     """The live bytes at every operator; `early` values from the start, without `elsewhere`."""
     last: dict[Any, int] = {}
@@ -218,7 +142,7 @@ def _simulate(
     )
     for number, operator in enumerate(order):
         dying = [v for v in operator.reads if last[v] == number and v in live]
-        inner = _inside(operator, style)
+        inner = _inside(operator, compiler)
         new = [v for v in operator.writes if v not in elsewhere and v not in live]
         made = {v: size_of(v) for v in new}
         for var in operator.writes:
@@ -234,21 +158,21 @@ def _simulate(
                 now += size
         for var in dying:
             now -= live.pop(var)
-    lines = tuple(source_of(operator.root.eqn) for operator in order)
+    lines = tuple(operator.source for operator in order)
     if at is None:
         return _Peak(0, "", (), tuple(along), lines)
     operator, present, inner = at
-    held = [LiveValue(b, _short(v), _source(makers.get(v)), v) for v, b in present.items()]
+    sources = {v: makers[v].source if v in makers else "unknown" for v in present}
+    held = [LiveValue(b, _short(v), sources[v], v) for v, b in present.items()]
     ranked = tuple(sorted([*held, *inner.held], key=lambda h: -h.bytes))
-    return _Peak(most, inner.where or _source(operator), ranked, tuple(along), lines)
+    return _Peak(most, inner.where or operator.source, ranked, tuple(along), lines)
 
 
-def _inside(operator: DeviceOperator, style: str) -> _Peak:
+def _inside(operator: DeviceOperator, compiler: Compiler) -> _Peak:
     """The temporaries of an operator's bodies while it runs, its stacked results left out."""
-    if operator.root.name not in LOOPS:
+    if operator.loop is None:
         return _Peak(0, "", ())
-    scan = counts_of(operator.root.eqn) if operator.root.name == "scan" else None
-    peaks = [_peak(j, style, (), scan) for j in bodies(operator.root.eqn)]
+    peaks = [_peak(body, compiler, (), operator.loop.scan) for body in operator.loop.bodies]
     return max(peaks, key=lambda p: p.bytes)
 
 
@@ -273,10 +197,6 @@ def _written_over(
 def _aliases(operator: DeviceOperator) -> bool:
     """Whether it is a kernel that writes results over its operands."""
     return bool(operator.root.eqn.params.get("input_output_aliases"))
-
-
-def _source(operator: DeviceOperator | None) -> str:
-    return source_of(operator.root.eqn) if operator else "unknown"
 
 
 def _short(var: Any) -> str:

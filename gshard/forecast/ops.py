@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard.graph.regions import called
+from gshard.graph.regions import with_calls_inlined
 from gshard.moving.inventory import transfers
 from gshard.tensors.tile import byte_size
 
@@ -64,74 +64,12 @@ def elements(var: Any) -> int:
     return math.prod(getattr(var.aval, "shape", ()))
 
 
-@dataclass(frozen=True)
-class Product:
-    """A matrix product or convolution as products of matrices, as many as `batch`."""
-
-    batch: int
-    rows: int
-    columns: int
-    terms: int  # of the sum that an element of the result is
-
-    @property
-    def flops(self) -> float:
-        """Multiplications and additions."""
-        return 2.0 * self.batch * self.rows * self.columns * self.terms
-
-
-def product_of(eqn: JaxprEqn) -> Product:
-    """The product that an equation is."""
-    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
-    out = eqn.outvars[0].aval.shape
-    if eqn.primitive.name == "conv_general_dilated":
-        numbers = eqn.params["dimension_numbers"]
-        kernels, columns = rhs[numbers.rhs_spec[0]], out[numbers.out_spec[1]]
-        rows, terms = math.prod(out) // max(columns, 1), math.prod(rhs) // max(kernels, 1)
-        return Product(1, rows, columns, terms)
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), (kept, _) = eqn.params["dimension_numbers"]
-        first = len(lhs) - len(contracted)  # dim of the result that is the right operand's own
-        sides = math.prod(out[len(kept) : first]), math.prod(out[first:])
-        terms = math.prod(lhs[d] for d in contracted)
-        return Product(math.prod(out[: len(kept)]), *sides, terms)
-    return Product(1, math.prod(out[:-1]), out[-1], lhs[-1])  # ragged: a row meets one matrix
-
-
 def inlined(jaxpr: Jaxpr) -> tuple[list[Op], list[Any]]:
     """The equations with calls inlined, and the results' variables."""
-    ops: list[Op] = []
-    return ops, _inline(jaxpr, {}, ops)
-
-
-def _inline(jaxpr: Jaxpr, env: dict[Any, Any], ops: list[Op]) -> list[Any]:
-    def read(atom: Any) -> Any:
-        return atom if isinstance(atom, Literal) else env.get(atom, atom)
-
-    for eqn in jaxpr.eqns:
-        reads = [read(a) for a in eqn.invars]
-        if (body := called(eqn)) is not None:
-            # A body may be shared by several calls: each gets fresh variables.
-            fresh = _Fresh(zip(body.jaxpr.invars, reads, strict=True))
-            results = _inline(body.jaxpr, fresh, ops)
-            env.update(zip(eqn.outvars, results, strict=True))
-            continue
-        writes = []
-        for var in eqn.outvars:
-            if isinstance(env, _Fresh):
-                env[var] = Stored(var.aval)
-            writes.append(env.get(var, var))
-        values = tuple(r for r in reads if not isinstance(r, Literal))
+    steps, outputs = with_calls_inlined(jaxpr)
+    ops = []
+    for eqn, operands, results in steps:
+        reads = tuple(r for r in operands if not isinstance(r, Literal))
         joins = eqn.primitive.name not in _ALONE and not transfers(eqn)
-        ops.append(Op(eqn, values, tuple(writes), joins))
-    return [read(a) for a in jaxpr.outvars]
-
-
-class _Fresh(dict[str, Any]):
-    """The values of one call of a body."""
-
-
-@dataclass(eq=False, frozen=True)
-class Stored:
-    """A value of an inlined call."""
-
-    aval: Any
+        ops.append(Op(eqn, reads, results, joins))
+    return ops, outputs

@@ -12,8 +12,10 @@ from typing import Any
 from jax.extend.core import Jaxpr
 
 from gshard.forecast.collective import Topology
+from gshard.forecast.compilers import COMPILERS
 from gshard.forecast.hardware import Hardware, hardware, present
 from gshard.forecast.memory import Memory, memory_of
+from gshard.forecast.program import body_of
 from gshard.forecast.time import Timed, timed
 from gshard.graph.readable import duration, size
 from gshard.graph.readable import table as notebook_table
@@ -37,8 +39,9 @@ def forecast(
             f"the program is for {devices} devices, but the topology {joined.name} joins "
             f"{joined.devices}; leave `topology` out for one that fits"
         )
-    memory = memory_of(jaxpr, donated, chosen.compiler, chosen.efficiency.slack)
-    return Forecast(chosen, joined, devices, tuple(timed(jaxpr, chosen, joined)), memory)
+    body = body_of(jaxpr, chosen.compiler)
+    memory = memory_of(body, COMPILERS[chosen.compiler], donated, chosen.efficiency.slack)
+    return Forecast(chosen, joined, devices, tuple(timed(body, chosen, joined)), memory)
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,25 +6,19 @@ after the other, except that GPUs run collectives beside products that do not ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from gshard.forecast.collective import Topology, collective_terms, reach
+from gshard.forecast.dataflow import Body, DeviceOperator
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.program import DeviceOperator, trips, walk
-from gshard.forecast.work import (
-    moved_bytes,
-    multiplies,
-    product_flops,
-    product_seconds,
-    vector_flops,
-)
+from gshard.forecast.work import Work, moved_bytes, multiplies, work_of
 from gshard.graph.regions import bodies
 from gshard.graph.schedule import overlapped
-from gshard.graph.source import reason_of, scopes_of, site_of, source_of
+from gshard.graph.source import phase_of, reason_of, scopes_of, site_of, source_of, trips
 from gshard.moving.inventory import combined_values, shares, transfers
 
 
@@ -81,18 +75,18 @@ class Timed:
         return "arithmetic" if self.arithmetic_seconds > self.memory_seconds else "memory"
 
 
-def timed(jaxpr: Jaxpr, machine: Hardware, topology: Topology) -> list[Timed]:
+def timed(body: Body, machine: Hardware, topology: Topology) -> list[Timed]:
     """Every operator of a per-device program, in its order."""
     found: list[Timed] = []
-    bodies: dict[tuple[JaxprEqn, ...], dict[int, DeviceOperator]] = {}
-    for operator, count, around in walk(jaxpr, machine.compiler):
-        bodies.setdefault(around, {})[len(found)] = operator
+    inside: dict[tuple[JaxprEqn, ...], dict[int, DeviceOperator]] = {}
+    for operator, count, around in body.walk():
+        inside.setdefault(around, {})[len(found)] = operator
         found.append(_timed(operator, count, around, machine, topology))
-    combined = dict(_combined(jaxpr))
-    for around, body in bodies.items():
+    combined = dict(_combined(body.jaxpr))
+    for around, operators in inside.items():
         if machine.overlaps:
-            _overlap(found, body)
-        for number, operator in body.items():
+            _overlap(found, operators)
+        for number, operator in operators.items():
             found[number] = _shared(found[number], operator, around, topology, combined)
     return found
 
@@ -118,10 +112,9 @@ def _timed(
     machine: Hardware,
     topology: Topology,
 ) -> Timed:
-    root, efficiency = operator.root, machine.efficiency
-    site = _site(operator)
+    root, efficiency, site = operator.root, machine.efficiency, operator.site
     source, function = site_of(site)
-    flops, arithmetic, links, peak, sent, members = 0.0, 0.0, 0.0, 0.0, 0, 1
+    links, peak, sent, members = 0.0, 0.0, 0, 1
     moves = [t for op in operator.members for t in transfers(op.eqn)]
     for t in moves:
         busy, wait = collective_terms(topology, t.kind, t.size, t.groups, pairs=t.groups)
@@ -131,38 +124,31 @@ def _timed(
         members = len(t.groups[0]) if t.groups else topology.devices
         peak += busy
         sent += t.sent(topology.devices)
-    if not moves:
-        products = [op for op in operator.members if multiplies(op)]
-        vector = vector_flops(operator)
-        flops = vector + sum(map(product_flops, products))
-        arithmetic = max(  # different units of a core, which work in parallel
-            vector / machine.vector_rate,
-            sum(product_seconds(op, machine) for op in products),
-        )
-    moved, others = moved_bytes(operator), len(operator.members) - 1
+    work = Work(0.0, 0.0, moved_bytes(operator)) if moves else work_of(operator, machine)
+    others = len(operator.members) - 1
     return Timed(
         name=root.name + (f" and {others} more" if others else ""),
         source=source,
         function=function,
-        scope=_scope(around, site),
+        scope=scopes_of((*around, site)),
         phase=phase_of((*around, root.eqn)),
         count=count,
-        flops=flops,
-        bytes=moved,
+        flops=work.flops,
+        bytes=work.bytes,
         sent=sent,
-        arithmetic_seconds=arithmetic,
-        memory_seconds=moved / (machine.memory_bandwidth * efficiency.memory),
+        arithmetic_seconds=work.seconds,
+        memory_seconds=work.bytes / (machine.memory_bandwidth * efficiency.memory),
         link_seconds=links,
         start_seconds=efficiency.operator_seconds,
         roofline_seconds=max(
-            arithmetic * efficiency.products, moved / machine.memory_bandwidth, peak
+            work.seconds * efficiency.products, work.bytes / machine.memory_bandwidth, peak
         ),
         collective=moves[0].kind if moves else "",
         group_size=members,
         reason=str(reason_of(root.eqn)),
         shape=operator.writes[0].aval.str_short(short_dtypes=True) if operator.writes else "",
         loops=tuple(f"{e.primitive.name} x {trips(e)} at {source_of(e)}" for e in around),
-        value=_value(operator),
+        value=operator.value,
     )
 
 
@@ -199,7 +185,7 @@ def _share(collective: Timed, eqn: JaxprEqn, sent: int, around: tuple[JaxprEqn, 
         collective,
         source=source,
         function=function,
-        scope=_scope(around, eqn),
+        scope=scopes_of((*around, eqn)),
         phase=phase_of((*around, eqn)),
         bytes=part * collective.bytes,
         sent=sent,
@@ -210,27 +196,3 @@ def _share(collective: Timed, eqn: JaxprEqn, sent: int, around: tuple[JaxprEqn, 
         roofline_seconds=part * collective.roofline_seconds,
         reason=str(reason_of(eqn)),
     )
-
-
-def _scope(around: tuple[JaxprEqn, ...], eqn: JaxprEqn) -> tuple[str, ...]:
-    return tuple(name for each in (*around, eqn) for name in scopes_of(each))
-
-
-def _value(operator: DeviceOperator) -> Any:
-    """The first result; of a copy that a compiler adds, what is copied."""
-    values = operator.reads if operator.root.added else operator.writes
-    return values[0] if values else None
-
-
-def _site(operator: DeviceOperator) -> JaxprEqn:
-    """The first member with a line of user code, else the root."""
-    eqns = (op.eqn for op in operator.members)
-    return next((e for e in eqns if site_of(e)[0] != "unknown"), operator.root.eqn)
-
-
-def phase_of(eqns: Iterable[JaxprEqn]) -> str:
-    """Forward or backward, from the marks that differentiation leaves in names."""
-    names = [str(e.source_info.name_stack) for e in eqns]
-    if any("transpose(" in n for n in names):
-        return "backward"
-    return "forward" if any("jvp(" in n for n in names) else "other"

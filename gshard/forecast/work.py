@@ -1,20 +1,50 @@
-"""The work of an operator: operations of matrix products and of everything else, and bytes."""
+"""The work of an operator: operations of matrix products and of everything else, and bytes.
+
+That of a Pallas kernel is its `cost_estimate` if given, else counted from its program: it runs once
+for each point of its grid, on blocks whose shapes its program has. A loop whose trip count is read
+from memory is counted once; authors of such kernels should pass a `cost_estimate` to `pallas_call`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn
 
+from gshard.forecast.dataflow import DeviceOperator
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.kernels import KERNEL, kernel_work
-from gshard.forecast.ops import PRODUCTS, Op, elements, product_of, size_of
-from gshard.forecast.program import DeviceOperator
+from gshard.forecast.ops import PRODUCTS, Op, elements, size_of
+from gshard.graph.regions import bodies, runs_of
 from gshard.moving.costs import passes
 
+KERNEL = "pallas_call"
 _THREEFRY = 120.0  # integer operations for the two words that threefry2x32 makes
 _FREE = {"broadcast_in_dim", "iota", "slice", "transpose", "pad", "rev", "convert_element_type"}
+_FREE_IN_KERNELS = {
+    "get", "swap", "broadcast_in_dim", "iota", "reshape", "transpose", "convert_element_type"
+}  # fmt: skip
+
+
+class Work(NamedTuple):
+    """What an operator computes, the seconds that it takes at most, and the bytes it touches."""
+
+    flops: float
+    seconds: float
+    bytes: float
+
+
+def work_of(operator: DeviceOperator, machine: Hardware) -> Work:
+    """The work of an operator that sends nothing."""
+    vector, products = vector_flops(operator), list(filter(multiplies, operator.members))
+    flops, moved = vector + sum(map(product_flops, products)), moved_bytes(operator)
+    seconds = sum(product_seconds(op, machine) for op in products)
+    # Different units of a core work in parallel.
+    return Work(flops, max(vector / machine.vector_rate, seconds), moved)
 
 
 def multiplies(op: Op) -> bool:
@@ -35,8 +65,8 @@ def product_flops(op: Op) -> float:
 
 def product_seconds(op: Op, machine: Hardware) -> float:
     """The time of its products, at the rate that a device reaches for their operands."""
-    rate = machine.rate(product_dtype(op), is_exact(op))
-    return product_flops(op) / (rate * machine.efficiency.products)
+    flops, rate = product_flops(op), machine.rate(product_dtype(op), is_exact(op))
+    return flops / (rate * machine.efficiency.products)
 
 
 def is_exact(op: Op) -> bool:
@@ -91,3 +121,78 @@ def moved_bytes(operator: DeviceOperator) -> float:
     if operator.root.name == KERNEL:
         return kernel_work(operator.root.eqn).bytes
     return float(operator.bytes)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product or convolution as products of matrices, as many as `batch`."""
+
+    batch: int
+    rows: int
+    columns: int
+    terms: int  # of the sum that an element of the result is
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2.0 * self.batch * self.rows * self.columns * self.terms
+
+
+def product_of(eqn: JaxprEqn) -> Product:
+    """The product that an equation is."""
+    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
+    out = eqn.outvars[0].aval.shape
+    if eqn.primitive.name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernels, columns = rhs[numbers.rhs_spec[0]], out[numbers.out_spec[1]]
+        rows, terms = math.prod(out) // max(columns, 1), math.prod(rhs) // max(kernels, 1)
+        return Product(1, rows, columns, terms)
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), (kept, _) = eqn.params["dimension_numbers"]
+        first = len(lhs) - len(contracted)  # dim of the result that is the right operand's own
+        sides = math.prod(out[len(kept) : first]), math.prod(out[first:])
+        terms = math.prod(lhs[d] for d in contracted)
+        return Product(math.prod(out[: len(kept)]), *sides, terms)
+    return Product(1, math.prod(out[:-1]), out[-1], lhs[-1])  # ragged: a row meets one matrix
+
+
+class KernelWork(NamedTuple):
+    """The work of a kernel over its entire grid."""
+
+    products: float  # operations of matrix products
+    dtype: Any  # of the operands of these; None where there are none
+    vector: float  # other operations
+    bytes: float  # of device memory that it reads and writes
+
+
+def kernel_work(eqn: JaxprEqn) -> KernelWork:
+    """The work of an equation of `pallas_call`."""
+    products, dtype, vector = _counted(getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"]))
+    given = eqn.params.get("cost_estimate")
+    if given is not None:
+        flops, other = float(given.flops), float(given.transcendentals)
+        if dtype is None:
+            return KernelWork(0.0, None, flops + other, float(given.bytes_accessed))
+        return KernelWork(flops, dtype, other, float(given.bytes_accessed))
+    programs = math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
+    moved = sum(map(size_of, dict.fromkeys((*eqn.invars, *eqn.outvars))))
+    return KernelWork(programs * products, dtype, programs * vector, float(moved))
+
+
+@functools.lru_cache(maxsize=256)
+def _counted(jaxpr: Jaxpr) -> tuple[float, Any, float]:
+    """Operations of products, the dtype of their operands, and other operations, of one program."""
+    products, dtype, vector = 0.0, None, 0.0
+    for eqn in jaxpr.eqns:
+        inner = [_counted(body) for body in bodies(eqn)]
+        if inner:
+            times = runs_of(eqn)
+            products += times * sum(p for p, _, _ in inner)
+            vector += times * sum(v for _, _, v in inner)
+            dtype = dtype or next((d for _, d, _ in inner if d is not None), None)
+        elif eqn.primitive.name == "dot_general":
+            products += product_of(eqn).flops
+            dtype = dtype or eqn.invars[0].aval.dtype
+        elif eqn.primitive.name not in _FREE_IN_KERNELS:
+            vector += max(map(elements, (*eqn.invars, *eqn.outvars)), default=0)
+    return products, dtype, vector

@@ -7,7 +7,7 @@ itself or in a tuple.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
@@ -52,6 +52,41 @@ def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if eqn.primitive not in CALLS or eqn.primitive is p.linear_solve_p:
         return None
     return as_closed(eqn.params[CALLS[eqn.primitive]])
+
+
+@dataclass(eq=False, frozen=True)
+class Stored:
+    """A value of an inlined call, or one that a compiler adds."""
+
+    aval: Any
+
+
+Inlined = tuple[JaxprEqn, list[Any], tuple[Any, ...]]  # an equation, its operands and results
+
+
+def with_calls_inlined(
+    jaxpr: Jaxpr, operands: Sequence[Any] | None = None
+) -> tuple[list[Inlined], list[Any]]:
+    """The equations of a program and of those that it calls, and the program's results.
+
+    A program may be called more than once: where `operands` are given, its values are new ones.
+    """
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, operands or (), strict=False))
+    found: list[Inlined] = []
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+    for eqn in jaxpr.eqns:
+        reads = [read(a) for a in eqn.invars]
+        if (body := called(eqn)) is not None:
+            inner, results = with_calls_inlined(body.jaxpr, reads)
+            found += inner
+        else:
+            results = eqn.outvars if operands is None else [Stored(v.aval) for v in eqn.outvars]
+            found.append((eqn, reads, tuple(results)))
+        names.update(zip(eqn.outvars, results, strict=True))
+    return found, [read(a) for a in jaxpr.outvars]
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.extend.core import JaxprEqn
 from gshard._jax import exclude_frames, is_current, source_info_util, without_mesh
 from gshard.graph.caching import cached
 from gshard.graph.reason import NO_REASON, Reason
+from gshard.graph.regions import runs_of
 
 _PACKAGE = Path(__file__).parents[1]
 _UNLIKELY = "gshard unlikely"
@@ -105,11 +107,19 @@ def reason_of(eqn: JaxprEqn) -> Reason:
     return NO_REASON
 
 
-def scopes_of(eqn: JaxprEqn) -> list[str]:
-    """The names of the user's `jax.named_scope`s around an operation, the outermost first."""
-    stack = eqn.source_info.name_stack.stack
-    named = [part.name for part in stack if isinstance(part, source_info_util.Scope)]
-    return [name for name in named if name != _UNLIKELY and Reason.decoded(name) is None]
+def scopes_of(eqns: Iterable[JaxprEqn]) -> tuple[str, ...]:
+    """The names of the user's `jax.named_scope`s around operations, the outermost first."""
+    parts = [part for eqn in eqns for part in eqn.source_info.name_stack.stack]
+    named = [part.name for part in parts if isinstance(part, source_info_util.Scope)]
+    return tuple(name for name in named if name != _UNLIKELY and Reason.decoded(name) is None)
+
+
+def phase_of(eqns: Iterable[JaxprEqn]) -> str:
+    """Forward or backward, from the marks that differentiation leaves in names."""
+    names = [str(e.source_info.name_stack) for e in eqns]
+    if any("transpose(" in n for n in names):
+        return "backward"
+    return "forward" if any("jvp(" in n for n in names) else "other"
 
 
 def because(reason: Reason) -> contextlib.AbstractContextManager[None]:
@@ -125,6 +135,11 @@ def unlikely() -> contextlib.AbstractContextManager[None]:
 def is_unlikely(eqn: JaxprEqn) -> bool:
     """Whether a loop or branch was made under `unlikely`."""
     return any(getattr(part, "name", "") == _UNLIKELY for part in eqn.source_info.name_stack.stack)
+
+
+def trips(eqn: JaxprEqn) -> int:
+    """How often a body of this equation runs; as for balanced data if that depends on data."""
+    return 0 if is_unlikely(eqn) else runs_of(eqn)
 
 
 class on_behalf_of:  # noqa: N801  (a context, for every equation: a generator would be slower)

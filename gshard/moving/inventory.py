@@ -17,8 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from gshard.graph import bodies, text
 from gshard.graph.readable import table
 from gshard.graph.reason import Reason
-from gshard.graph.regions import runs_of
-from gshard.graph.source import is_unlikely, reason_of, source_of
+from gshard.graph.source import reason_of, source_of, trips
 from gshard.moving.collectives import CollectiveNode
 from gshard.moving.costs import sent_bytes
 from gshard.moving.nodes import TensorNode, node_bytes, node_of
@@ -184,7 +183,7 @@ def _walk(jaxpr: Jaxpr, num_devices: int, count: int, beside: Beside) -> Iterato
             members = _members(found, combined_values(jaxpr, eqn))
             hidden = beside.get(eqn.outvars[0], ())
             yield replace(found, members=members, overlapped_with=hidden)
-        runs = 0 if is_unlikely(eqn) else count * runs_of(eqn)
+        runs = count * trips(eqn)
         for inner in bodies(eqn):
             yield from _walk(inner, num_devices, runs, beside)
 

@@ -13,7 +13,7 @@ if _TYPE_CHECKING:
     from gshard.nn.layers import Embedding, FeedForward, LayerNorm
     from gshard.nn.optimizer import adafactor, adam, inverse_sqrt, per_matrix
     from gshard.nn.pair import PairCache
-    from gshard.nn.remat import StepMemory, choose_remat, step_memory
+    from gshard.nn.remat import choose_remat
     from gshard.nn.settings import GatingConfig
     from gshard.nn.step import (
         StepMetrics,
@@ -45,7 +45,6 @@ __all__ = [
     "Routed",
     "RouterMetrics",
     "Routing",
-    "StepMemory",
     "StepMetrics",
     "Strategy",
     "TrainState",
@@ -62,7 +61,6 @@ __all__ = [
     "per_matrix",
     "route",
     "segment_mask",
-    "step_memory",
     "train_step",
 ]
 
@@ -77,7 +75,7 @@ _lazy.attach(
         "gshard.nn.layers": "Embedding FeedForward LayerNorm",
         "gshard.nn.optimizer": "adafactor adam inverse_sqrt per_matrix",
         "gshard.nn.pair": "PairCache",
-        "gshard.nn.remat": "StepMemory choose_remat step_memory",
+        "gshard.nn.remat": "choose_remat",
         "gshard.nn.step": (
             "StepMetrics TrainState cross_entropy eval_step init_state loss train_step"
         ),

@@ -31,7 +31,7 @@ class TransformerConfig:
     `groups` is the G of the gating, a property of the model and not of the devices that run it:
     None makes each sequence a group. `remat` trades memory for arithmetic in the backward pass:
     "none", "layer" (keep only what enters each pair of layers), or the bytes that one device has,
-    from which `gshard.nn.remat` chooses.
+    for which `choose_remat` chooses one of these.
 
     `experts_in` says which stacks have experts; the paper's have them in both. In a decoder without
     them, the layers that replace them are as wide as the experts that a token would visit.

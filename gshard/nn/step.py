@@ -14,7 +14,6 @@ from gshard.nn.distillation import Lesson, lesson, teacher_nll
 from gshard.nn.fused_adafactor import FusedOptimizer
 from gshard.nn.gating import RouterMetrics
 from gshard.nn.hashing import seed_of
-from gshard.nn.remat import choose_remat
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import ModelMetrics, Transformer
 from gshard.nn.vocabulary_loss import weighted_nll
@@ -66,18 +65,19 @@ def train_step(
     label_smoothing: float = 0.0,
     teacher: Transformer | None = None,
     teacher_share: float = 0.0,
+    remat: Remat | None = None,
 ) -> tuple[TrainState, StepMetrics]:
     """One update from one batch.
 
     The key is folded with the step count: one key serves the whole training, and a run that was
     stopped and resumed draws the same numbers. With a `teacher`, `teacher_share` of the loss is
-    by its probabilities in the place of the labels (`gshard.nn.distillation`).
+    by its probabilities in the place of the labels (`gshard.nn.distillation`). `remat` overrides
+    the config's, which `choose_remat` does where that is a budget in bytes.
     """
     model = strategy.weights(state.model, stacked=1)
     opt_state = strategy.update(state.opt_state)
     batch = jax.tree.map(strategy.groups, batch)
     key = jax.random.fold_in(key, state.step)
-    remat = choose_remat(model, opt_state, batch, strategy)
     taught = None
     if teacher is not None:
         taught = lesson(strategy.weights(teacher, stacked=1), batch, strategy)

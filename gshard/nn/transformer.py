@@ -225,7 +225,7 @@ class Transformer(eqx.Module):
         if isinstance(setting, int) and key is not None:
             raise ValueError(
                 f"remat={setting} is a memory budget: choose_remat turns it into 'none' or 'layer' "
-                "for given shapes and devices; train_step does so by itself"
+                "for a step and its devices, and train_step(..., remat=...) takes that"
             )
         keys: Any = None if key is None else jax.random.split(key, _count(stack))
 

@@ -23,6 +23,7 @@ from gshard.checking.report import Report
 from gshard.explanation import Explanation
 from gshard.forecast import Forecast, Hardware, forecast
 from gshard.forecast.collective import Topology
+from gshard.forecast.program import body_of
 from gshard.forecast.report import GENERIC
 from gshard.forecast.time import timed
 from gshard.graph.readable import counted, size
@@ -73,7 +74,8 @@ class Lowered(Stage):
         beside: dict[Any, tuple[str, ...]] = {}
         if isinstance(self._program, Program) and hardware is not None and hardware.overlaps:
             topology = hardware.topology(self._program.num_devices)
-            operators = timed(self._program.finished, hardware, topology)
+            body = body_of(self._program.finished, hardware.compiler)
+            operators = timed(body, hardware, topology)
             beside = {t.value: t.overlapped_with for t in operators if t.overlapped_with}
         return explain.Collectives(self._program.collectives(beside))
 

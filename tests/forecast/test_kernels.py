@@ -6,7 +6,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 import gshard
-from gshard.forecast.kernels import kernel_work
+from gshard.forecast.work import kernel_work
 
 M, K, N, ROWS = 64, 32, 16, 8
 

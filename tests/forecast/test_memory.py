@@ -8,7 +8,9 @@ import pytest
 
 import gshard
 from benchmarks.forecast_memory import PROGRAMS, compare
+from gshard.forecast.compilers import COMPILERS
 from gshard.forecast.memory import memory_of
+from gshard.forecast.program import body_of
 
 KB = 1024
 
@@ -16,7 +18,7 @@ KB = 1024
 def memory(fn, *shapes, donated=(), style="gpu"):
     arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
     jaxpr = gshard.jit(fn, devices=1).lower(*arguments).jaxpr
-    return memory_of(jaxpr, donated, style)
+    return memory_of(body_of(jaxpr, style), COMPILERS[style], donated)
 
 
 def test_pointwise_chains_need_no_memory_in_between():

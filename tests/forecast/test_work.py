@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from gshard.forecast.ops import PRODUCTS, Product, product_of
+from gshard.forecast.ops import PRODUCTS
+from gshard.forecast.work import Product, product_of
 
 
 def zeros(*shape):

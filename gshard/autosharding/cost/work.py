@@ -14,11 +14,11 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from gshard.forecast.dataflow import DeviceOperator
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.kernels import KERNEL
 from gshard.forecast.ops import LOOPS, PRODUCTS, elements, size_of
-from gshard.forecast.program import DeviceOperator, body_of, walk
-from gshard.forecast.work import looks_up, moved_bytes, operations, updates, vector_flops
+from gshard.forecast.program import body_of, walk
+from gshard.forecast.work import KERNEL, looks_up, moved_bytes, operations, updates, vector_flops
 from gshard.graph.regions import bodies
 
 Parts = tuple[tuple[int, float], ...]  # numbers of operands or results, and the share touched

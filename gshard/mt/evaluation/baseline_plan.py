@@ -8,6 +8,7 @@ where there is much text, half of them and more dropout where there is little.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -18,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+import gshard
 from gshard.mt.batching.tokenizer import Task
 from gshard.mt.batching.tokens import TaskTokens, open_tokens, some_of
 from gshard.mt.data.splits import fingerprint
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.baseline_group import BaselineTraining
 from gshard.nn.config import Batch, TransformerConfig
-from gshard.nn.remat import step_memory
-from gshard.nn.transformer import Transformer
+from gshard.nn.step import init_state, train_step
 
 if TYPE_CHECKING:
     from gshard.mt.run import Run
@@ -178,15 +179,19 @@ def room_for(
     devices: Sequence[jax.Device],
     training: BaselineTraining,
 ) -> int:
-    """How many such models the devices can train at once, by what a step of one keeps."""
-    model = jax.eval_shape(lambda: Transformer(baseline.model, jax.random.key(0)))
-    optimizer = jax.eval_shape(training.optimizer(1).init, model)
+    """How many such models the devices can train at once, by the forecast of a step of one."""
+    optimizer = training.optimizer(1)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = jax.eval_shape(lambda key: init_state(baseline.model, optimizer, key), key)
     source, target = (jax.ShapeDtypeStruct((baseline.rows, n), np.int32) for n in lengths)
     batch = Batch(source, source, source, target, target, target, target)  # type: ignore[arg-type]
-    # The best weights are kept beside the newest; the rest is for XLA's temporaries.
-    one = 1.5 * step_memory(model, optimizer, batch).total + 4 * sum(
-        leaf.size for leaf in jax.tree.leaves(model)
+    step = gshard.jit(
+        functools.partial(train_step, optimizer=optimizer), devices=1, donate_argnums=0
     )
+    forecast = step.lower(state, batch, key).forecast()
+    # The best weights are kept beside the newest.
+    best = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.model))
+    one = forecast.memory_bytes + best
     stats = devices[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return max(1, int(0.9 * stats["bytes_limit"] / one) * len(devices))

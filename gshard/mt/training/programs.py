@@ -22,8 +22,9 @@ from gshard.mt.config import OptimizerConfig, RunConfig, settings
 from gshard.mt.errors import UserError
 from gshard.mt.training import guard, kept_step
 from gshard.mt.training.layouts import for_shapes, layout_of_run
-from gshard.nn.config import Batch, TransformerConfig
+from gshard.nn.config import Batch, Remat, TransformerConfig
 from gshard.nn.optimizer import adafactor, adam, inverse_sqrt
+from gshard.nn.remat import choose_remat
 from gshard.nn.step import (
     Optimizer,
     StepMetrics,
@@ -115,7 +116,7 @@ class Programs:
             return RunState(init_state(model, optimizer, weights_key, strategy), guard.Guard.new())
 
         def step(
-            state: RunState, batch: Batch, key: Array, teacher: Transformer | None
+            state: RunState, batch: Batch, key: Array, teacher: Transformer | None, **how: Any
         ) -> tuple[RunState, Figures]:
             learned, metrics = train_step(
                 state.train,
@@ -126,6 +127,7 @@ class Programs:
                 label_smoothing=config.train.label_smoothing,
                 teacher=teacher,
                 teacher_share=config.distill.share,
+                **how,
             )
             judged, good = state.guard.judge(metrics.loss, metrics.grad_norm, config.train.spike)
             kept = guard.choose(good, learned, state.train)._replace(step=learned.step)
@@ -137,8 +139,7 @@ class Programs:
 
         jit = functools.partial(gshard.jit, devices=self.devices, reproducible=config.reproducible)
         self._jit, self._plain_first, self._plain_step = jit, first, step
-        self._first, self._dev = jit(first), jit(dev)
-        self._step = jit(step, donate_argnums=0)
+        self._first, self._dev, self._step = jit(first), jit(dev), jit(step, donate_argnums=0)
         self._compiled: dict[Any, Any] = {}  # steps, by the shapes of a batch
         self._teacher, self._placed_key = teacher, None
         self._finite = gshard.jit(all_finite, devices=self.devices)
@@ -167,16 +168,31 @@ class Programs:
 
     def _partitioned(self, arguments: tuple[Any, ...]) -> Any:
         """The step under the run's strategy, or under the layout in the run's folder."""
+        plain = self._fitting(arguments)
         if self._folder is None or len(self.devices) == 1:
-            return self._step
+            return self._step if plain is self._plain_step else self._jit(plain, donate_argnums=0)
         count = len(self.devices)
-        layout = layout_of_run(self._folder, self._plain_step, arguments, count)
+        layout = layout_of_run(self._folder, plain, arguments, count)
         layout = for_shapes(layout, arguments)
-        step = self._jit(self._plain_step, donate_argnums=0, annotations=layout)
+        step = self._jit(plain, donate_argnums=0, annotations=layout)
         # The first weights are made where the step wants them.
         state, *_ = step.lower(*arguments).in_shardings
         self._first = self._jit(self._plain_first, out_shardings=state)
         return step
+
+    def _fitting(self, arguments: tuple[Any, ...]) -> Any:
+        """The step, with rematerialization if it does not fit into a budget without."""
+        remat = self._shapes.train.model.config.remat
+        if not isinstance(remat, int):
+            return self._plain_step
+
+        def memory(setting: Remat) -> int:
+            step = functools.partial(self._plain_step, remat=setting)
+            lowered = self._jit(step, donate_argnums=0).lower(*arguments)
+            return int(lowered.forecast().memory_bytes)
+
+        chosen = choose_remat(remat, memory)
+        return functools.partial(self._plain_step, remat=chosen)
 
     def compile_all(self, arrays: Arrays) -> int:
         """Compile everything for JAX's cache, and hold no array; how many programs there are."""

@@ -15,34 +15,68 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
-from gshard.forecast.ops import ALIASES, PRODUCTS, Op, Stored, elements, inlined
-from gshard.graph.regions import bodies, counts_of
+from gshard.forecast.compilers.base import Compiler
+from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator
+from gshard.forecast.ops import ALIASES, PRODUCTS, Op, elements, inlined
+from gshard.graph.regions import Stored, bodies, counts_of
 
 
-def as_on_gpus(ops: list[Op], devices: int = 1) -> list[Op]:
-    """The equations with row-wise reductions marked, and copies between loops of other layouts.
+class GPU(Compiler):
+    """XLA for GPUs."""
 
-    Of an unpartitioned program, those are marked that may be row-wise on each of `devices`.
-    """
-    turned: set[Any] = set()
-    found: list[Op] = []
-    scattered = _turned(ops) if devices == 1 else set()
-    for op in ops:
-        if op.name != "scan":
-            found.append(replace(op, by_rows=True) if _is_by_rows(op, scattered, devices) else op)
-            continue
-        reads = list(op.reads)
-        for number, var in enumerate(reads):
-            if var in turned:
-                reads[number] = Stored(var.aval)
-                found.append(Op(op.eqn, (var,), (reads[number],), False, "transpose"))
-        found.append(Op(op.eqn, tuple(reads), op.writes, op.joins))
-        stacked = range(counts_of(op.eqn)[1], len(op.writes))
-        inside = _turned_results(bodies(op.eqn)[0])
-        turned.update(op.writes[n] for n in stacked if n in inside)
-    return found
+    overlaps = True
+
+    def prepare(
+        self, ops: list[Op], outputs: list[Any], devices: int
+    ) -> tuple[list[Op], list[Any]]:
+        """The equations with row-wise reductions marked, and copies between loops of other layouts.
+
+        For an unpartitioned program, those are marked that may be row-wise on each of `devices`.
+        """
+        turned: set[Any] = set()
+        found: list[Op] = []
+        scattered = _turned(ops) if devices == 1 else set()
+        for op in ops:
+            if op.name != "scan":
+                found.append(
+                    replace(op, by_rows=True) if _is_by_rows(op, scattered, devices) else op
+                )
+                continue
+            reads = list(op.reads)
+            for number, var in enumerate(reads):
+                if var in turned:
+                    reads[number] = Stored(var.aval)
+                    found.append(Op(op.eqn, (var,), (reads[number],), False, "transpose"))
+            found.append(Op(op.eqn, tuple(reads), op.writes, op.joins))
+            stacked = range(counts_of(op.eqn)[1], len(op.writes))
+            inside = _turned_results(bodies(op.eqn)[0])
+            turned.update(op.writes[n] for n in stacked if n in inside)
+        return found, outputs
+
+    def folds(self, op: Op, flow: Dataflow) -> bool:
+        """A relu behind a product and a window before it too."""
+        return super().folds(op, flow) or _ends_product(op, flow) or _is_window(op, flow)
+
+    def stacking(self, scan: JaxprEqn, body: Body) -> list[DeviceOperator]:
+        """Slices of a loop's inputs, and stacked results.
+
+        Pointwise operators read a slice in place, and a result without other consumers is written
+        in place; matrix products read and write contiguous arrays only.
+        """
+        consts, carry = counts_of(scan)
+        slices = body.inputs[len(body.jaxpr.constvars) + consts + carry :]
+        whole = {v for o in body.operators if not o.root.joins for v in (*o.reads, *o.writes)}
+        read = {v for o in body.operators for v in o.reads}
+        results = [body.stands_for(v) for v in body.outputs[carry:] if not isinstance(v, Literal)]
+        copied = [v for v in slices if v in whole]
+        copied += [v for v in results if v in whole or v in read]
+        return [
+            DeviceOperator(op, [v], [op.writes[0]], [op])
+            for v in copied
+            for op in [Op(scan, (v,), (Stored(v.aval),), False, "copy")]
+        ]
 
 
 def _is_by_rows(op: Op, scattered: set[Any], devices: int) -> bool:
@@ -95,30 +129,30 @@ def _is_swap(transpose: Op, product: Op) -> bool:
     return order in (dims, [*dims[:batch], *dims[first:], *dims[batch:first]])
 
 
-def is_window(op: Op, readers: dict[Any, list[Op]]) -> bool:
+def _is_window(op: Op, flow: Dataflow) -> bool:
     """Whether it is a slice without gaps that only products read."""
     if op.name != "slice" or len(op.reads) != 1 or set(op.eqn.params["strides"] or (1,)) != {1}:
         return False
     source, taken = op.reads[0].aval.shape, op.writes[0].aval.shape
     cut = [d for d, (a, b) in enumerate(zip(source, taken, strict=True)) if a != b]
     contiguous = not cut or all(n == 1 for n in taken[: cut[-1]])
-    return contiguous and _only_products(op.writes[0], readers)
+    return contiguous and _only_products(op.writes[0], flow)
 
 
-def _only_products(var: Any, readers: dict[Any, list[Op]]) -> bool:
+def _only_products(var: Any, flow: Dataflow) -> bool:
     """Whether products, and nothing else, read a value, through views of it."""
-    return bool(readers[var]) and all(
-        _only_products(u.writes[0], readers) if u.name in ALIASES else u.name in PRODUCTS
-        for u in readers[var]
+    return bool(flow.readers[var]) and all(
+        _only_products(u.writes[0], flow) if u.name in ALIASES else u.name in PRODUCTS
+        for u in flow.readers[var]
     )
 
 
-def ends_product(op: Op, makers: dict[Any, Op], readers: dict[Any, list[Op]]) -> bool:
+def _ends_product(op: Op, flow: Dataflow) -> bool:
     """Whether it is a relu that the preceding product computes in its epilogue."""
     if op.name != "max" or len(op.reads) != 1 or elements(op.reads[0]) != elements(op.writes[0]):
         return False
     var = op.reads[0]
-    while (maker := makers.get(var)) is not None and len(readers[var]) == 1:
+    while (maker := flow.makers.get(var)) is not None and len(flow.readers[var]) == 1:
         if maker.name in PRODUCTS:
             return True
         if maker.name not in ALIASES:

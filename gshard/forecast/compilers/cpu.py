@@ -1,0 +1,339 @@
+"""What XLA for CPUs does to a body, before it fuses operators and after.
+
+Random bits are drawn in a loop of their own. Common subexpressions are eliminated, which undoes
+rematerialization outside of loops. Large reductions run in a library that fuses at most one
+product: its operands are materialized, broadcasts included. Products and convolutions need one
+order of dims, so operands in other orders are transposed first. The backward pass of pooling uses
+indices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax.core import ShapedArray
+from jax.extend.core import Literal
+
+from gshard.forecast.compilers.base import DEAR, Compiler, Places, Schedule, in_order
+from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator
+from gshard.forecast.ops import LOOPS, Op, elements, size_of
+from gshard.graph.regions import Stored
+from gshard.moving.inventory import transfers
+
+_JOINS = {"threefry2x32": False, "concatenate": True}
+_REDUCED_APART = {"reduce_sum", "reduce_max", "reduce_min"}
+_REDUCED_FROM = 4096  # from this many elements on the library is called
+_TAKEN_IN = {"mul", "square", "integer_pow"}
+
+
+class CPU(Compiler):
+    """XLA for CPUs; it reduces gradients over devices together, after the last of them."""
+
+    def prepare(
+        self, ops: list[Op], outputs: list[Any], devices: int
+    ) -> tuple[list[Op], list[Any]]:
+        """The equations as they are before fusion."""
+        ops = [replace(op, joins=_JOINS.get(op.name, op.joins)) for op in ops]
+        ops, outputs = _once(ops, outputs)
+        ops = _with_broadcasts(ops)
+        expanded = [_EXPANDED[op.name](op) if op.name in _EXPANDED else [op] for op in ops]
+        return [op for each in expanded for op in each], outputs
+
+    def stores(self, flow: Dataflow) -> set[Any]:
+        """What large reductions read too: their operand, or the operands of a fused product."""
+        stored = super().stores(flow)
+        counts = Counter(v for op in flow.ops for v in op.reads)
+        for op in filter(_is_apart, flow.ops):
+            read = _taken_in(op, flow.makers, counts) or op
+            stored.update(map(flow.stands_for, read.reads))
+        return stored
+
+    def recomputes(self, flow: Dataflow, stored: set[Any]) -> set[Any]:
+        """The cheap ones, in fusions."""
+        dear: set[Any] = set()
+        cheap: set[Any] = set()
+        for op in flow.ops:
+            if not op.joins or op.reduces or not op.writes or flow.is_view(op):
+                continue
+            joined = [v for v in map(flow.stands_for, op.reads) if v not in stored]
+            if op.name in DEAR or any(v in dear for v in joined):
+                dear.update(op.writes)
+            else:
+                cheap.update(v for v in op.writes if v in stored)
+        return cheap
+
+    def together(self, operators: list[DeviceOperator]) -> list[DeviceOperator]:
+        """Independent all-reduces combined into one, at the position of the last."""
+        merged: dict[Any, DeviceOperator] = {}
+        late: dict[DeviceOperator, DeviceOperator] = {}
+        behind: dict[Any, set[DeviceOperator]] = {}  # combined all-reduces that a value depends on
+        for operator in operators:
+            waits: set[DeviceOperator] = set().union(
+                *(behind.get(v, set()) for v in operator.reads)
+            )
+            sent = transfers(operator.root.eqn)
+            if sent and sent[0].kind == "all_reduce":
+                key = (sent[0].reduction, sent[0].groups, len(waits))
+                first = merged.setdefault(key, operator)
+                late[operator] = first
+                if first is not operator:
+                    first.reads += operator.reads
+                    first.writes += operator.writes
+                    first.members += operator.members
+                waits = waits | {first}
+            for var in operator.writes:
+                behind[var] = waits
+        last = {late[o]: number for number, o in enumerate(operators) if o in late}
+        ordered = []
+        for number, operator in enumerate(operators):
+            joint = late.get(operator)
+            if joint is None or last[joint] == number:
+                ordered.append(joint or operator)
+        return in_order(ordered)
+
+    def schedules(self, body: Body, given: Places) -> list[Schedule]:
+        """Breadth first; zeros for the stacked results of loops are live from the start."""
+        order, aside = _breadth_first(body), _kept_aside(body, given)
+        loops = [(o, o.loop.scan) for o in body.operators if o.loop and o.loop.scan]
+        stacks = [v for o, (_, carry) in loops for v in o.writes[carry:]]
+        return [Schedule(order, [*aside, *stacks], _in_given_places(body, order, given, aside))]
+
+
+def _once(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:
+    """Common subexpression elimination, which ignores optimization barriers as XLA does."""
+    same: dict[Any, Any] = {}
+    seen: dict[Any, Op] = {}
+    kept = []
+    for op in ops:
+        reads = tuple(same.get(v, v) for v in op.reads)
+        if op.name == "optimization_barrier":
+            same.update(zip(op.writes, reads, strict=True))
+            continue
+        fixed = tuple(str(a) for a in op.eqn.invars if isinstance(a, Literal))
+        settings = tuple((k, _key(v)) for k, v in sorted(op.eqn.params.items()))
+        first = seen.setdefault((op.name, reads, fixed, settings), op)
+        if first is op or op.eqn.effects or op.name in LOOPS or transfers(op.eqn):
+            kept.append(Op(op.eqn, reads, op.writes, op.joins))
+        else:
+            same.update(zip(op.writes, first.writes, strict=True))
+    return kept, [v if isinstance(v, Literal) else same.get(v, v) for v in outputs]
+
+
+def _key(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return str(value)
+    return value
+
+
+def _is_apart(op: Op) -> bool:
+    return op.name in _REDUCED_APART and elements(op.reads[0]) >= _REDUCED_FROM
+
+
+def _taken_in(op: Op, makers: Mapping[Any, Op], counts: Mapping[Any, int]) -> Op | None:
+    """The product that a reduction is fused with."""
+    maker = makers.get(op.reads[0])
+    return maker if maker and maker.name in _TAKEN_IN and counts[op.reads[0]] == 1 else None
+
+
+def _with_broadcasts(ops: list[Op]) -> list[Op]:
+    """The operands of products fused into reductions, each broadcast to the product's shape."""
+    makers = {v: op for op in ops for v in op.writes}
+    counts = Counter(v for op in ops for v in op.reads)
+    widened: dict[Any, Any] = {}
+    changed: dict[Op, list[Op]] = {}
+    for op in ops:
+        product = _taken_in(op, makers, counts) if _is_apart(op) else None
+        if product is None:
+            continue
+        aval = product.writes[0].aval
+        new = []
+        for var in product.reads:
+            if elements(var) < elements(product.writes[0]) and (var, aval.shape) not in widened:
+                wide = widened[var, aval.shape] = Stored(aval)
+                new.append(Op(product.eqn, (var,), (wide,), True, "broadcast_in_dim"))
+        reads = tuple(widened.get((v, aval.shape), v) for v in product.reads)
+        changed[product] = [*new, replace(product, reads=reads)]
+    return [new for op in ops for new in changed.get(op, [op])]
+
+
+def _as_matrices(op: Op) -> list[Op]:
+    """A product, and the transposes that turn its operands into matrices.
+
+    The first operand needs dims (batch, free, contracted), the second (batch, contracted, free).
+    A product whose operands already have that form needs no transposes.
+    """
+    contracted, batch = op.eqn.params["dimension_numbers"]
+    if len(op.reads) != 2:
+        return [op]
+    orders, simple = [], True
+    for number, var in enumerate(op.reads):
+        summed, kept, rank = contracted[number], batch[number], len(var.aval.shape)
+        own = [d for d in range(rank) if d not in summed and d not in kept]
+        orders.append([*kept, *own, *summed] if number == 0 else [*kept, *summed, *own])
+        leads = list(kept) == list(range(len(kept)))
+        simple = simple and leads and len(summed) == 1 and len(own) <= 1
+    before, reads = [], list(op.reads)
+    for number, order in enumerate(orders):
+        if not simple and order != sorted(order):
+            moved = Stored(reads[number].aval)
+            before.append(Op(op.eqn, (reads[number],), (moved,), True, "transpose"))
+            reads[number] = moved
+    return [*before, op if simple else replace(op, reads=tuple(reads), added=op.name)]
+
+
+def _with_transposes(op: Op) -> list[Op]:
+    """A convolution between transposes, where its dims are not (batch, places, features)."""
+    specs = op.eqn.params["dimension_numbers"]
+    rank = len(specs.lhs_spec)
+    data = (0, rank - 1, *range(1, rank - 1))
+    kernel = (rank - 1, rank - 2, *range(rank - 2))
+    before, reads = [], list(op.reads)
+    if len(reads) == 2:
+        for number, (spec, wanted) in enumerate(((specs.lhs_spec, data), (specs.rhs_spec, kernel))):
+            if tuple(spec) != wanted:
+                moved = Stored(reads[number].aval)
+                before.append(Op(op.eqn, (reads[number],), (moved,), True, "transpose"))
+                reads[number] = moved
+    if tuple(specs.out_spec) == data:
+        return [*before, replace(op, reads=tuple(reads))]
+    made = Stored(op.writes[0].aval)
+    after = Op(op.eqn, (made,), op.writes, True, "transpose")
+    return [*before, replace(op, reads=tuple(reads), writes=(made,)), after]
+
+
+def _with_places(op: Op) -> list[Op]:
+    """The backward pass of max pooling: a scatter-add into zeros, with indices for each dim."""
+    pooled = max(op.reads, key=elements)
+    rank = len(pooled.aval.shape)
+    places = [Stored(ShapedArray(pooled.aval.shape, "int32")) for _ in range(rank)]
+    zeros = Stored(op.writes[0].aval)
+    before = [Op(op.eqn, (), (v,), True, "iota") for v in (*places, zeros)]
+    return [*before, replace(op, reads=(*op.reads, *places, zeros))]
+
+
+_EXPANDED: dict[str, Callable[[Op], list[Op]]] = {
+    "dot_general": _as_matrices,
+    "conv_general_dilated": _with_transposes,
+    "select_and_scatter_add": _with_places,
+    "select_and_gather_add": _with_places,
+}
+
+
+def _breadth_first(body: Body) -> list[DeviceOperator]:
+    """Operators in the order in which their operands become ready."""
+    readers: dict[Any, list[DeviceOperator]] = {}
+    pending: dict[DeviceOperator, int] = {}
+    for operator in body.operators:
+        needed = set(operator.reads)
+        pending[operator] = len(needed)
+        for var in needed:
+            readers.setdefault(var, []).append(operator)
+    for waiting in readers.values():
+        waiting.sort(key=lambda o: _when_rewritten(o, body))
+    made = {v for o in body.operators for v in o.writes}
+    outside = [v for o in body.operators for v in o.reads if v not in made]
+    queue = deque(o for o in body.operators if not pending[o])
+    order: list[DeviceOperator] = []
+    ready: deque[Any] = deque(dict.fromkeys([*body.inputs, *outside]))
+    while ready or queue:
+        if ready:
+            for operator in readers.get(ready.popleft(), ()):
+                pending[operator] -= 1
+                if not pending[operator]:
+                    queue.append(operator)
+            continue
+        order.append(queue.popleft())
+        ready.extend(dict.fromkeys(order[-1].writes))
+    return order
+
+
+def _when_rewritten(operator: DeviceOperator, body: Body) -> int:
+    """When XLA for CPUs rewrites a matrix product: consumers of a value run in that order.
+
+    Unchanged are those that contract the rows of their first operand. Last are those whose result
+    is transposed, except in programs for several devices, which are simplified again: there they
+    are first.
+    """
+    root = operator.root
+    if root.name != "dot_general" or not root.reads:
+        return 1
+    if any(body.alias[v] == root.writes[0] for v in body.folded):
+        return 0 if any(transfers(o.root.eqn) for o in body.operators) else 2
+    ((summed, _), (kept, _)) = root.eqn.params["dimension_numbers"]
+    by_rows = len(kept) in summed
+    return 0 if not root.added and by_rows != (root.reads[0] in body.folded) else 1
+
+
+def _kept_aside(body: Body, given: Places) -> list[Any]:
+    """Donated arguments that XLA for CPUs copies first, before it schedules.
+
+    Those that an operator may read after their buffer is overwritten: one on which the overwriting
+    operator does not depend.
+    """
+    makers = {v: o for o in body.operators for v in o.writes}
+    readers: dict[Any, list[DeviceOperator]] = {}
+    for operator in body.operators:
+        for var in operator.reads:
+            readers.setdefault(var, []).append(operator)
+    found = []
+    for number, argument in given:
+        result = body.outputs[number]
+        maker = None if isinstance(result, Literal) else makers.get(body.stands_for(result))
+        if maker is None:
+            continue
+        before = _ancestors(maker, makers)
+        if any(o not in before for o in readers.get(argument, ())):
+            found.append(argument)
+    return found
+
+
+def _in_given_places(
+    body: Body, order: Sequence[DeviceOperator], given: Places, aside: Sequence[Any]
+) -> set[Any]:
+    """Temporaries in the buffers of donated arguments, until a result is written there.
+
+    The copies of `aside` are made first, one after the other, each possibly in the buffer of the
+    previous one.
+    """
+    copied = {v: number for number, v in enumerate(aside, -len(aside))}
+    made = {v: number for number, o in enumerate(order) for v in o.writes}
+    last = {v: number for number, o in enumerate(order) for v in o.reads}
+    leaving = {body.stands_for(v) for v in body.outputs if not isinstance(v, Literal)}
+    places: list[tuple[int, int, int, list[tuple[int, int]]]] = []
+    for number, argument in given:
+        end = made.get(body.stands_for(body.outputs[number]))
+        if end is not None:
+            start = copied.get(argument, last.get(argument, -1)) + 1
+            until = end if order[end].root.joins else end - 1
+            places.append((size_of(argument), start, until, []))
+    found = set()
+    made = {**copied, **made}
+    for var in sorted(
+        (v for v in made if v in last and v not in leaving), key=lambda v: -size_of(v)
+    ):
+        first, end = made[var], last[var]
+        for size, start, until, taken in places:
+            fits = size_of(var) <= size and start <= first and end <= until
+            if fits and all(end < a or b < first for a, b in taken):
+                taken.append((first, end))
+                found.add(var)
+                break
+    return found
+
+
+def _ancestors(operator: DeviceOperator, makers: dict[Any, DeviceOperator]) -> set[DeviceOperator]:
+    """An operator and all operators it depends on."""
+    seen = {operator}
+    waiting = [operator]
+    while waiting:
+        for var in waiting.pop().reads:
+            maker = makers.get(var)
+            if maker is not None and maker not in seen:
+                seen.add(maker)
+                waiting.append(maker)
+    return seen
