@@ -28,7 +28,7 @@ from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
 from jax._src.distributed import global_state as processes
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import pxla as _pxla
-from jax._src.interpreters.partial_eval import dce_jaxpr
+from jax._src.interpreters.partial_eval import dce_jaxpr as _dce_jaxpr
 from jax._src.lax.lax import _ragged_dot_general_impl as ragged_dot_dense
 from jax._src.lax.lax import optimization_barrier_p, split_p, stack_p, tile_p, unstack_p
 from jax._src.lax.slicing import scatter_sub_p
@@ -84,9 +84,8 @@ def python_implementation(primitive: Primitive) -> Callable[..., Any] | None:
     # Sparse operators keep a Python implementation beside the one that calls a GPU library.
     name, implementation = primitive.name, primitive.impl
     module = sys.modules.get(f"jax.experimental.sparse.{name.split('_')[0]}")
-    beside = getattr(module, f"_{name}_impl", None)
-    if beside is not None and getattr(module, f"{name}_p", None) is primitive:
-        return beside
+    if getattr(module, f"{name}_p", None) is primitive and hasattr(module, f"_{name}_impl"):
+        return getattr(module, f"_{name}_impl")
     if getattr(implementation, "func", None) is _dispatch.apply_primitive:
         return None
     return None if getattr(implementation, "__func__", None) is Primitive.impl else implementation
@@ -102,6 +101,15 @@ def discharge_refs(closed: Any) -> Any:
     if not any(isinstance(e, _core.InternalMutableArrayEffect) for e in closed.effects):
         return closed
     return _pxla._discharge_internal_refs(closed)
+
+
+def drop_unused(jaxpr: Any) -> Any:
+    """Dead code elimination: the program without what no result needs.
+
+    Without JAX's checks: the axes that a plan's collectives name are bound only when it runs.
+    """
+    with _config.enable_checks(False):
+        return _dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def parse_sharding_rule(text: str, settings: Mapping[str, Any]) -> Any:
@@ -152,8 +160,7 @@ def quick_call(
     """A function like those that `jax.jit` returns; `static` has its static arguments.
 
     Its executables are cached by `fun` and `key` and dropped together with `fun`. It holds the
-    owner of the method `cache_miss` weakly: the garbage collector cannot see a reference cycle
-    that passes through C++.
+    owner of the method `cache_miss` weakly: the garbage collector sees no reference cycle in C++.
     """
     name, static_arguments = _util.fun_name(fun), (static.static_argnums, static.static_argnames)
     parts = (key, _tree_util.dispatch_registry, _pxla.cc_shard_arg, _programs)
@@ -184,8 +191,7 @@ def quick_data(
 ) -> Any:
     """The fast-path data with which later calls bypass Python; None where they cannot.
 
-    They cannot with callbacks, nor where the function closes over random keys, which the C++ code
-    does not handle.
+    They cannot with callbacks, nor where the function closes over random keys.
 
     `names` are the current shardings of the arguments that were passed on unchanged, and `results`
     have the shardings that the user sees.
@@ -304,10 +310,12 @@ def copied(
     The equation keeps its source information, and no rule of JAX runs again. If the values have
     other types than before, the `types` of the results must be given, and the parameters that have
     `changed` with them, or all of them with another `primitive`. None where copying is not
-    possible: equations with effects, or a release of JAX that traces in another way.
+    possible: equations with effects, those that JAX decomposes after tracing (`jnp.searchsorted`
+    since 0.12), or a release of JAX that traces in another way.
     """
     trace, info = _core.trace_ctx.trace, eqn.source_info
-    if eqn.effects or not hasattr(trace, "emit_eqn"):
+    high = eqn.primitive.is_high(*(atom.aval for atom in eqn.invars), **eqn.params)
+    if eqn.effects or high or not hasattr(trace, "emit_eqn"):
         return None
     around = source_info_util.current_name_stack()
     if around.stack:
@@ -384,17 +392,9 @@ def register_array_type(
     _pxla.shard_arg_handlers[cls] = shard
 
 
-__all__ = [
-    "COMPOSITE_BODY", "AbstractRef", "InternalFloatingPointError", "Var", "ad",
-    "allowed_in_branches", "api_boundary", "batching", "closed_over", "context_mesh", "copied",
-    "current_context", "custom_partitioning_p", "dce_jaxpr", "discharge_refs", "exclude_frames",
-    "execute", "fun_name", "gamma_one", "iota_2x32_shape_p", "is_array_like", "is_current",
-    "is_default_layout", "is_ref", "is_tracer", "is_tracing", "jit_info", "made_alone", "mlir",
-    "optimization_barrier_p", "parse_arguments", "parse_sharding_rule", "private_primitives",
-    "prng_impl", "processes", "python_implementation", "quick_call", "quick_call_of_compiled",
-    "quick_data", "ragged_dot_dense", "random_clone_p", "random_unwrap_p", "random_wrap_p",
-    "ref_value", "register_array_type", "register_cache", "remat_p", "reshard_p", "scan_counts",
-    "scatter_sub_p", "set_ref", "shape_and_dtype", "shard_map_p", "sharding_constraint_p",
-    "source_info_util", "split_p", "stack_p", "struct_of", "tensor_types", "tile_p", "unstack_p",
-    "variable_of", "weakref_cache", "without_mesh",
+__all__ = [  # of JAX's own names
+    "AbstractRef", "InternalFloatingPointError", "Var", "ad", "batching", "custom_partitioning_p",
+    "mlir", "optimization_barrier_p", "processes", "ragged_dot_dense", "remat_p", "reshard_p",
+    "scatter_sub_p", "shard_map_p", "sharding_constraint_p", "source_info_util", "split_p",
+    "stack_p", "tile_p", "unstack_p",
 ]  # fmt: skip

@@ -30,8 +30,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gshard._jax import (
     Var,
     current_context,
-    dce_jaxpr,
     discharge_refs,
+    drop_unused,
     optimization_barrier_p,
     remat_p,
     reshard_p,
@@ -72,8 +72,8 @@ def spec_of_type(named: NamedSharding) -> NamedSharding | None:
 def inline(closed: ClosedJaxpr, order: DeviceOrder) -> ClosedJaxpr:
     """The flat program of a traced one."""
     closed = discharge_refs(closed)
-    live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    return _Builder(order).body(ClosedJaxpr(live, closed.consts), results=True)
+    live = ClosedJaxpr(drop_unused(closed.jaxpr), closed.consts)
+    return _Builder(order).body(live, results=True)
 
 
 def mesh_in(closed: ClosedJaxpr) -> Mesh | None:

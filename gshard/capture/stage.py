@@ -65,7 +65,8 @@ def capture(
     """The flat program of a traced function: calls inlined, logical shapes, normal forms."""
     original = inline(traced.jaxpr, order)
     names = _argument_names(traced, len(original.jaxpr.invars))
-    kept = (traced.fun_name, names, tuple(_jax.closed_over(traced)), tuple(traced.jaxpr.out_avals))
+    types = _jax.discharge_refs(traced.jaxpr).out_avals  # as `jax.jit`: a `jax.new_ref(0.)` is weak
+    kept = (traced.fun_name, names, tuple(_jax.closed_over(traced)), tuple(types))
     history.add("flatten", original.jaxpr)
     # One device gains nothing by normal forms, unless its bits have to be those of many.
     passes = PASSES if order.count > 1 or variant.passes else ()

@@ -11,7 +11,7 @@ import pytest
 
 import gshard
 from gshard.tensors import padding
-from tests.oracle import assert_same, random_array, run
+from tests.oracle import assert_same, check, random_array, run
 from tests.shows import shows
 
 X = random_array((16, 4))
@@ -170,6 +170,45 @@ def test_contexts_are_part_of_the_key():
         assert wide(np.ones(8)).dtype == np.float64
     with jax.numpy_dtype_promotion("strict"), pytest.raises(Exception, match="strict"):
         gshard.jit(lambda x: x + np.int32(1))(X)
+
+
+def test_references_of_python_scalars_have_the_types_of_jax():
+    """Whether a result is weakly typed depends on the release of JAX."""
+
+    def changed(x):
+        ref, count = jax.new_ref(0.0), jax.new_ref(0)
+        ref[...] = ref[...] + 1.0
+        jax.lax.fori_loop(0, 3, lambda i, _: count.__setitem__(..., count[...] + i), None)
+        return ref[...] * x.sum(), ref[...], count[...]
+
+    def frozen(x):
+        ref = jax.new_ref(1.0)
+        return jax.freeze(ref), x * 2
+
+    for fn in (changed, frozen, lambda x: jax.new_ref(0.0)[...]):
+        got, wanted = (jax.tree.leaves(each) for each in (run(gshard.jit(fn), X), jax.jit(fn)(X)))
+        for a, b in zip(got, wanted, strict=True):
+            assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+            close(a, b)
+
+
+@shows("jax_enable_checks")
+@pytest.mark.parametrize("rows", [16, 13])
+def test_the_checks_of_jax(rows):
+    """Collectives in the program, in a loop and in a branch, by reduction, exchange and halo."""
+
+    def fn(x):
+        x = gshard.split(x, 0, 8)
+        total, _ = jax.lax.scan(lambda c, y: (jnp.sin(c + y), c), jnp.zeros(4), x @ x.T @ x)
+        either = jax.lax.cond(x.sum() > 0, lambda x: x.cumsum(0), lambda x: x, x)
+        return total, either, jnp.roll(x, 1, 0), x[jnp.argsort(x[:, 0])]
+
+    jax.config.update("jax_enable_checks", True)
+    try:
+        lowered = check(fn, X[:rows])
+        assert lowered.collectives
+    finally:
+        jax.config.update("jax_enable_checks", False)
 
 
 @shows("jax.clear_caches", "jax.disable_jit", "jax.checking_leaks")

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard._jax import Var, dce_jaxpr
+from gshard._jax import Var, drop_unused
 from gshard.graph import at_every_level, renamed
 from gshard.graph.reason import NO_REASON, Reason
 from gshard.graph.source import reason_of
@@ -33,7 +33,7 @@ def expand(plan: Jaxpr, same: dict[Any, Any] | None = None) -> Jaxpr:
     if expanded is plan:
         return plan
     # Most nodes do not use the device's number, which they have as an operand.
-    return dce_jaxpr(expanded, [True] * len(expanded.outvars), instantiate=True)[0]
+    return drop_unused(expanded)
 
 
 @at_every_level
