@@ -8,22 +8,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import HealthCheck, settings
+from jax.experimental.compilation_cache import compilation_cache
 
 from gshard.tensors import padding
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# XLA's emitter of fusions makes an MLIR context and a pipeline of passes for every fusion, and a
-# small program is split into several modules: both take longer than generating its code. With the
-# older emitter and one module the programs of tests compile three times as fast. The XLA of JAX
-# 0.11 still has the older emitter, but writes invalid code with it for some operators on booleans.
-# Processes that tests start inherit the flags. In JAX 0.10, too, the older emitter is not free of
-# bugs: it computes wrong gradients for one large program (`without_older_emitter` has which).
-COMPILING = ["--xla_cpu_parallel_codegen_split_count=1"]
-OLDER_EMITTER = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-if jax.__version_info__ < (0, 11):
-    COMPILING += [OLDER_EMITTER]
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *COMPILING])
+# XLA splits a program into modules and compiles them in parallel, which for the small programs of
+# tests takes longer than it saves. Processes that tests start inherit the flag.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel_codegen_split_count=1"
+)
 
 settings.register_profile(
     "thorough",  # of `make test-all`
@@ -80,25 +75,16 @@ def _compiled_quickly(request):
     So are those of the processes that tests start: their numbers are compared.
     """
     quickly = request.path.name not in OPTIMIZED
-    cache = jax.config.jax_compilation_cache_dir
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
     patch = pytest.MonkeyPatch()
     patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(quickly)))
     jax.config.update("jax_disable_most_optimizations", quickly)
     yield
-    jax.config.update("jax_compilation_cache_dir", cache)
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # once open, JAX uses it whatever the setting says
     patch.undo()
-
-
-@pytest.fixture
-def without_older_emitter(monkeypatch):
-    """Processes that the test starts compile fusions as users' processes do.
-
-    With the older emitter, XLA's code for a reproducible step of a Transformer with rows of 48
-    tokens computes gradients that are wrong by up to 8%. Without XLA's fusions, without its
-    algebraic simplification, or with today's emitter, the same program has the values of the usual
-    one, to rounding.
-    """
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(OLDER_EMITTER, ""))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -135,7 +135,12 @@ class AllToAll(CollectiveNode):
     name: ClassVar[str] = "all-to-all"
 
     def _call(self, array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        return lax.all_to_all(array, axes, 0, 0, tiled=True, axis_index_groups=self.listed())
+        # XLA makes an operand of every piece, and refuses operands whose layouts differ, be it in
+        # the place of a dim of size 1, which has no meaning: a piece has no such dim.
+        piece = [n for n in (array.shape[0] // self.members, *array.shape[1:]) if n != 1] or [1]
+        rows = array.reshape(self.members * piece[0], *piece[1:])
+        sent = lax.all_to_all(rows, axes, 0, 0, tiled=True, axis_index_groups=self.listed())
+        return sent.reshape(array.shape)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from gshard.reproducible.primitives import (
     scatter_in_order_p,
     tree_sum_p,
 )
-from gshard.reproducible.products import chained_product, pinned
+from gshard.reproducible.products import OPAQUE, chained_product, pinned
 from gshard.rules.base.rule import Context, Doc, Rule, bind_local, partition_by_factors, register
 from gshard.rules.contraction import dot_factors, dot_work
 from gshard.rules.scatter import partition_scatter, scatter_factors, scatter_ways
@@ -115,10 +115,23 @@ def _batch_factors(eqn: JaxprEqn) -> Factors:
 def _in_one_piece(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
 ) -> Sequence[jax.Array]:
-    """The operator itself; padding of batch dims is set to zero, for libraries that may hang."""
+    """The operator itself; padding of batch dims is set to zero, for libraries that may hang.
+
+    It is a branch that is always taken, which the compiler cannot know. Fused with operators before
+    or after it, its loops might be vectorized or not, and have other bits.
+    """
     clean = [t.masked(ctx.place, jnp.zeros((), t.array.dtype)) for t in tiles]
     inner = eqn.replace(primitive=eqn.params["of"], params=dict(eqn.params["params"]))
-    return bind_local(ctx, inner, clean, shapes)
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        own = [replace(t, array=a) for t, a in zip(clean, arrays, strict=True)]
+        return list(bind_local(ctx, inner, own, shapes))
+
+    arrays = [t.array for t in clean]
+    if eqn.effects:
+        return run(*arrays)
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(run, *arrays)]
+    return lax.cond(ctx.place.known[OPAQUE] != 0, run, lambda *_: zeros, *arrays)
 
 
 def _partition_tree(

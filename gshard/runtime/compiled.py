@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.layout import Format
 
 from gshard import _jax
@@ -56,6 +57,7 @@ class Compiled(Stage):
     ):
         self._program = program
         self.trees = trees
+        self._options = compiler_options
         self._stage = program.compile(compiler_options)
         self._layouts = [f.layout for f in _flat_formats(self._stage.input_formats)]
         consts = program.placed_consts()
@@ -204,6 +206,8 @@ class Compiled(Stage):
                 "serialized: pass the arrays as arguments, and choose sizes that divide; "
                 "jax.export serializes it without the compiled code"
             )
+        if not _holds_its_code(self._stage):
+            self._stage = _compiled_anew(self._program.traced, self._options)
         return self._stage._executable
 
     @property
@@ -211,6 +215,42 @@ class Compiled(Stage):
         return self._stage._params
 
     _no_kwargs = False
+
+
+# How object files begin, on Linux and on macOS.
+_OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe")
+
+
+def _holds_its_code(stage: jax.stages.Compiled) -> bool:
+    """Whether XLA serializes a program with its machine code.
+
+    XLA's CPU backend keeps no object files of a program that it loaded, as JAX does from its
+    compilation cache: serialized and loaded once more, the program ends its first call with
+    "NOT_FOUND: Function ... not found".
+    """
+    executable = stage.runtime_executable()
+    if executable is None or executable.client.platform != "cpu":
+        return True
+    serialized = executable.serialize()
+    return any(start in serialized for start in _OBJECT_FILES)
+
+
+def _compiled_anew(
+    traced: jax.stages.Traced, options: dict[str, Any] | None
+) -> jax.stages.Compiled:
+    """The program, compiled although JAX's compilation cache has it.
+
+    So does JAX's cache in memory, whose key has the options: one that changes no code is added.
+    """
+    options = {"xla_dump_max_hlo_modules": 0, **(options or {})}
+    used = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX reads the setting when it opens the cache
+    try:
+        return traced.lower().compile(compiler_options=options)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", used)
+        compilation_cache.reset_cache()
 
 
 def _stays_as_it_is(value: Any) -> bool:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 import gshard
 from gshard.tensors import padding
@@ -121,14 +123,58 @@ def test_stages():
 
 @shows("serialize_executable")
 def test_serialized_executables():
-    from jax.experimental import serialize_executable
-
     compiled = gshard.jit(double).lower(X).compile()
     loaded = serialize_executable.deserialize_and_load(*serialize_executable.serialize(compiled))
     np.testing.assert_array_equal(loaded(*compiled.place(X)), X * 2)
     uneven = gshard.jit(double).lower(X[:13]).compile()
     with pytest.raises(ValueError, match="do not divide"):
         serialize_executable.serialize(uneven)
+
+
+@pytest.fixture
+def cache_hits(tmp_path):
+    """JAX's compilation cache, open to every program; the list has a line for each one found."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    hits = []
+
+    def listen(event, **_):
+        hits.extend([event] * event.endswith("/cache_hits"))
+
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    jax.monitoring.register_event_listener(listen)
+    yield hits
+    jax.monitoring.unregister_event_listener(listen)
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("partitioner", ["gshard", "xla"])
+@pytest.mark.parametrize("options", [None, {"xla_embed_ir_in_executable": True}])
+def test_a_program_found_in_the_compilation_cache_is_serialized_with_its_code(
+    cache_hits, partitioner, options
+):
+    def compiled():
+        del cache_hits[:]
+        return (
+            gshard.jit(lambda x: double(x) + 1, partitioner=partitioner).lower(X).compile(options)
+        )
+
+    compiled()
+    assert not cache_hits
+    for _ in range(2):  # the cache has the program after it was compiled anew, too
+        found = compiled()
+        assert cache_hits
+        parts = serialize_executable.serialize(found)
+        loaded = serialize_executable.deserialize_and_load(*parts)
+        close(loaded(*found.place(X)), X * 2 + 1)
+        close(found(X), X * 2 + 1)
 
 
 @shows("jax.export")

@@ -194,6 +194,15 @@ def any_dynamic_update_slice(case, data):
     )
 
 
+def test_pieces_of_one_row_that_have_different_sources():
+    """Parts of a gathered tensor and of a replicated one are exchanged: one layout for all."""
+    xs = [random_array((5, 5)), random_array((1, 5), seed=1), random_array((12, 5), seed=2)]
+    inputs = [even_split(2, 0, 1), even_split(2, 0, 1), np.arange(8).reshape(4, 2)]
+    outputs = [np.array([[0], [1], [2], [3], [4], [6], [5], [7]])]
+    how = {"devices": 8, "inputs": inputs, "outputs": outputs}
+    both(lambda *xs: lax.concatenate(xs, 0), *xs, how=how)
+
+
 def hold(name, examples):
     """Check a property on as many examples."""
     strategies, body = PROPERTIES[name]

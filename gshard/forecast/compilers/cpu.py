@@ -1,8 +1,8 @@
 """What XLA for CPUs does to a body, before it fuses operators and after.
 
-Random bits are drawn in a loop of their own. Common subexpressions are eliminated, which undoes
-rematerialization outside of loops. Large reductions run in a library that fuses at most one
-product: its operands are materialized, broadcasts included. Products and convolutions need one
+Random bits are drawn in a loop of their own. Common subexpressions are eliminated, which with JAX
+0.10 undoes rematerialization outside of loops. Large reductions run in a library that fuses at most
+one product: its operands are materialized, broadcasts included. Products and convolutions need one
 order of dims, so operands in other orders are transposed first. The backward pass of pooling uses
 indices.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 from jax.core import ShapedArray
 from jax.extend.core import Literal
 
@@ -27,6 +28,7 @@ _JOINS = {"threefry2x32": False, "concatenate": True}
 _REDUCED_APART = {"reduce_sum", "reduce_max", "reduce_min"}
 _REDUCED_FROM = 4096  # from this many elements on the library is called
 _TAKEN_IN = {"mul", "square", "integer_pow"}
+BARRIERS_HOLD = jax.__version_info__ >= (0, 11)  # before, XLA for CPUs ignored them
 
 
 class CPU(Compiler):
@@ -103,14 +105,23 @@ class CPU(Compiler):
 
 
 def _once(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:
-    """Common subexpression elimination, which ignores optimization barriers as XLA does."""
+    """Common subexpression elimination.
+
+    What reads a value behind an optimization barrier waits for the barrier, if barriers hold.
+    """
     same: dict[Any, Any] = {}
+    behind: dict[Any, Stored] = {}
     seen: dict[Any, Op] = {}
     kept = []
     for op in ops:
-        reads = tuple(same.get(v, v) for v in op.reads)
+        passed = dict.fromkeys(behind[v] for v in op.reads if v in behind)
+        reads = (*(same.get(v, v) for v in op.reads), *passed)
         if op.name == "optimization_barrier":
-            same.update(zip(op.writes, reads, strict=True))
+            same.update(zip(op.writes, reads, strict=False))
+            if BARRIERS_HOLD:
+                barrier = Stored(ShapedArray((), bool))
+                behind.update(dict.fromkeys(op.writes, barrier))
+                kept.append(Op(op.eqn, reads, (barrier,), False))
             continue
         fixed = tuple(str(a) for a in op.eqn.invars if isinstance(a, Literal))
         settings = tuple((k, _key(v)) for k, v in sorted(op.eqn.params.items()))

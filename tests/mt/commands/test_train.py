@@ -351,7 +351,6 @@ def test_settings_are_listed():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_older_emitter")
 def test_a_reproducible_run_has_the_same_bits_on_other_devices_and_processes(prepared, tmp_path):
     """And, to rounding, the losses of the usual program."""
     usual, one, two, processes = (tmp_path / name for name in ("usual", "1", "2", "processes"))
