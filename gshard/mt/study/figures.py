@@ -134,11 +134,6 @@ def deltas(
     ]
 
 
-def smoothed(values: Sequence[float | None]) -> list[float | None]:
-    """The paper's smoothing: the mean over ten languages around each."""
-    return measures.centred_mean(values)
-
-
 def mean_delta(
     model: Model, zero: Mapping[str, Mapping[str, Any]], metric: str, group: str = "all"
 ) -> float | None:

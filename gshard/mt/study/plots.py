@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.mt import atomic
+from gshard.mt.report.measures import centred_mean
 from gshard.mt.study import figures
 from gshard.mt.study.figures import Model
 from gshard.pages import Axis, Chart, Series, curves
@@ -48,7 +49,7 @@ def _by_language(
             if zero
             else [model.scores[n][metric] if n in model.scores else None for n in order]
         )
-        smooth = enumerate(figures.smoothed(values))
+        smooth = enumerate(centred_mean(values))  # over ten languages, as in the paper
         points = [(float(place), value) for place, value in smooth if value is not None]
         series.append(_series(model, found, points))
     title = f"{TITLES[metric]}{' over bilingual baselines' if zero else ''}"

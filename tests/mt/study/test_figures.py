@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gshard.mt.report.measures import centred_mean
 from gshard.mt.study import figures, plots, results, tables
 from gshard.mt.study.figures import Model
 from gshard.mt.study.verbatim import training_targets, verbatim
@@ -44,8 +45,8 @@ def test_deltas_are_over_the_baseline_of_the_same_language():
 
 def test_smoothing_is_the_mean_of_ten_languages():
     values = [float(n * n) for n in range(30)]
-    assert figures.smoothed(values)[15] == sum(values[10:20]) / 10
-    assert figures.smoothed(values)[0] == sum(values[:5]) / 5
+    assert centred_mean(values)[15] == sum(values[10:20]) / 10
+    assert centred_mean(values)[0] == sum(values[:5]) / 5
 
 
 def test_means_by_resource_and_tokens_a_second():
