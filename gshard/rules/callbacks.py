@@ -23,8 +23,10 @@ from gshard.graph.source import because, source_of
 from gshard.moving import collectives
 from gshard.rules.base.rule import Context, Doc, Rule, bind_local, register
 from gshard.tensors.factors import no_factors
+from gshard.tensors.meshes import ordinary
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
+from gshard.tensors.uneven import UnevenSharding
 
 
 def run_everywhere(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: Reason) -> list[Tile]:
@@ -69,6 +71,18 @@ def _call(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     reason = Reason("step", "", f"{eqn.primitive.name} needs replicated operands")
     once = eqn.primitive in _EFFECTS or eqn.params.get("has_side_effect")
     return (run_once if once else run_everywhere)(ctx, eqn, tiles, reason)
+
+
+def _inspect(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    """`jax.debug.inspect_array_sharding`: says the plan's sharding when the program is compiled."""
+    (tile,) = tiles
+    made = ordinary if tile.sharding.is_even(tile.shape) else UnevenSharding
+
+    def say(inside: Any) -> None:  # of the tile: what XLA says of it has the mesh
+        eqn.params["callback"](made(inside.mesh, tile.sharding))
+
+    eqn.primitive.bind(tile.array, callback=say)
+    return []
 
 
 def refused(why: str) -> Rule:
@@ -125,6 +139,10 @@ register(
     *_EFFECTS,
 )
 register(Rule(no_factors, doc=Doc(free="a scalar")), p.empty2_p)
+register(
+    Rule(no_factors, partition=_inspect, doc=Doc(free="every dim")),
+    *_jax.private_primitives("debugging", "inspect_sharding_p"),
+)
 register(refused(_COLLECTIVE), *_COLLECTIVES)
 register(
     refused("tokens order the effects of one device; use values or optimization_barrier"),

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import gshard
-from tests.oracle import check, check_grad, even_split, random_array, sent
+from tests.oracle import check, check_grad, even_split, random_array, run, sent
 
 
 def test_a_pure_callback_sees_the_whole():
@@ -124,3 +124,30 @@ def test_custom_vmap_and_composite_are_their_bodies():
         lambda x: twice(x) + lax.composite(jnp.sin, "my.sin")(x), x, inputs=[even_split(2, 0, 8)]
     )
     assert sent(low) == 0
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_inspected_shardings_are_the_plans(rows):
+    """Also of values that are in a loop; nothing is moved."""
+    seen = []
+
+    def fn(x):
+        y = gshard.split(x, 0, 8) * 2
+        jax.debug.inspect_array_sharding(y, callback=seen.append)
+
+        def body(carried, _):
+            jax.debug.inspect_array_sharding(carried, callback=seen.append)
+            return carried + 1, None
+
+        return jax.lax.scan(body, y, length=3)[0]
+
+    x, step = random_array((rows, 4)), gshard.jit(fn)
+    result = run(step, x)
+    np.testing.assert_allclose(np.asarray(result.logical() if rows == 13 else result), x * 2 + 3)
+    assert step.lower(x).collectives == []
+    assert len(seen) == 2
+    for sharding in seen:
+        if rows == 13:
+            assert sharding == result.sharding
+        else:
+            assert sharding.is_equivalent_to(result.sharding, 2)
