@@ -244,6 +244,12 @@ class Jitted(Generic[P, R]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> tuple[jax.stages.Traced, DeviceOrder, Mesh | None]:
         """The traced function, the devices, and the mesh of the arguments or in the program."""
+        for shape in (getattr(leaf, "shape", ()) for leaf in leaves):
+            if not all(isinstance(n, int) for n in shape):
+                raise ValueError(
+                    f"gshard.jit plans tiles for known sizes, and an argument has the shape "
+                    f"({', '.join(map(str, shape))}): export it once for each size"
+                )
         mesh = mesh_of([*leaves, *self._keywords.shardings])
         order = self._order(mesh)
         self.options.check_count(order.count)

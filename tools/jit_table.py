@@ -46,7 +46,8 @@ _DIFFERS = {
     "inside of another trace": "a function of `gshard.jit` is its annotated program. Under "
     "`gshard.jit` the annotations stay; under `jax.jit` and the transformations they become "
     "sharding constraints for XLA",
-    "`jax.export`": "arguments and results that do not divide are replicated",
+    "`jax.export`": "arguments and results that do not divide are replicated; symbolic "
+    "dims are refused: a plan is for sizes that are known",
     "`serialize_executable`": "refuses programs that close over arrays or whose arguments or "
     "results do not divide",
 }

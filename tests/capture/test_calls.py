@@ -187,6 +187,12 @@ def test_export(rows):
     np.testing.assert_array_equal(jax.jit(exported.call)(x), X[:rows] * 2)
 
 
+def test_export_refuses_symbolic_dims():
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), np.float32)
+    with pytest.raises(ValueError, match=r"has the shape \(b, 4\): export it once for each size"):
+        jax.export.export(gshard.jit(double))(shape)
+
+
 @shows("one trace for one kind of arguments")
 def test_the_cache():
     traced = []
