@@ -88,7 +88,7 @@ class Recorder:
             self._stopped = True  # files stay open: another thread may be writing to one
         remove(self._position)
         with contextlib.suppress(OSError):
-            where = printable(str(error.filename or self._position.parent))
+            where = printable(str(self._position.parent / (error.filename or "")))
             print(f"gshard: positions are not recorded: {where}: {error.strerror}", file=sys.stderr)
 
     def _end(self) -> None:
