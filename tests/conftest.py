@@ -28,7 +28,7 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
-settings.register_profile("quick", settings.get_profile("thorough"), max_examples=8)
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=5)
 settings.load_profile("quick")
 
 

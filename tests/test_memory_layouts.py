@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -53,7 +53,6 @@ def placements(draw):
 
 @shows("arguments in any memory layout")
 @pytest.mark.parametrize("partitioner", ["gshard", "xla"])
-@settings(max_examples=12)
 @given(
     st.sampled_from(sorted(FUNCTIONS)),
     st.lists(placements(), min_size=2, max_size=4),

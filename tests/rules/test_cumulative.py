@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -51,7 +51,6 @@ def cases(draw):
     return shape, draw(st.integers(0, rank - 1)), draw(st.booleans()), devices, split
 
 
-@settings(max_examples=10)
 @given(cases(), st.sampled_from((np.float32, np.int8, np.uint32, jnp.bfloat16)))
 def test_any_split(case, dtype):
     shape, axis, reverse, devices, (first, last) = case

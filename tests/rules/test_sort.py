@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -155,7 +155,6 @@ def test_short_columns_are_gathered_and_say_so():
     assert "sort: its dim must be unsplit" in low.collectives[0].reason
 
 
-@settings(max_examples=10)
 @given(cases(), st.sampled_from((np.float32, jnp.bfloat16, np.int32, np.uint8)), st.integers(0, 9))
 def test_any_top_k(case, dtype, k):
     shape, dim, devices, (first, last) = case
@@ -200,7 +199,6 @@ def test_approximate_top_k_of_equal_elements(dtype):
     assert sent(lowered) == (candidates if dtype == "float32" else 3 * 25 * 2 * 7)
 
 
-@settings(max_examples=8)
 @given(cases(SIZES), st.sampled_from(DTYPES[:5]))
 def test_argmax_and_argmin(case, dtype):
     shape, dim, devices, (first, _) = case

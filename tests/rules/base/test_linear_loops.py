@@ -99,7 +99,6 @@ def any_recursion(steps, uses, carried, data):
     assert_same(run(jitted, w, x, **close), wanted, **close)
 
 
-@settings(max_examples=8)
 @recursions
 def test_any_recursion(steps, uses, carried, data):
     any_recursion(steps, uses, carried, data)

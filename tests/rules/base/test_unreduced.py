@@ -355,7 +355,6 @@ SPECS = [(None, None), ("u", None), (None, "u"), ("v", None), (None, "v"), ("u",
 
 @given(*[st.sampled_from(SPECS)] * 3)
 @example((None, "v"), ("u", "v"), (None, "v"))  # one axis for both free dims of a product
-@settings(max_examples=8)
 def test_residual_products_under_any_axes_of_a_mesh(x_spec, a_spec, b_spec):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("u", "v"))
     args = [random_array(s, seed=i) / 8 for i, s in enumerate([(6, 16), (16, 24), (16, 24)])]
