@@ -90,8 +90,9 @@ def jit(
     """Like `jax.jit`, for a function whose tensors are annotated with `split` and the like.
 
     `devices` are the devices to run on, or a number of abstract devices, for which `lower` works
-    without hardware. By default they are those of the mesh that is set, else those of the
-    arguments' mesh, else all. `partitioner="xla"` keeps the annotations and leaves the partitioning
+    without hardware. By default they are those of the mesh that is set, else those of the largest
+    mesh of arguments and keywords, else all; an argument on one device, with a mesh or without,
+    does not determine them. `partitioner="xla"` keeps the annotations and leaves the partitioning
     to XLA. An operand that would take more than `memory_limit` bytes when gathered is passed around
     the devices in a loop instead. `strict=True` rejects primitives without a rule, which would
     otherwise run on replicated operands. `hardware` is what costs are computed for

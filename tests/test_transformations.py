@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import hijax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import gshard
 from tests.oracle import kinds, random_array
@@ -98,6 +100,18 @@ def test_inside_of_other_libraries_jits():
     close(eqx.filter_jit(lambda x, w: jitted(x, w))(X, W), loss(X, W))
     close(nnx.jit(lambda x, w: jitted(x, w))(X, W), loss(X, W))
     close(eqx.filter_grad(lambda w: jitted(X, w))(W), jax.grad(loss, 1)(X, W))
+
+
+@pytest.mark.parametrize("outer", [jax.jit, lambda fn: fn])
+def test_annotations_inside_of_shard_map_are_refused(outer):
+    """Every device has its own values there."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    regions = {"in_specs": P("x"), "out_specs": P("x")}
+    annotated = gshard.jit(lambda x: gshard.split(x, 0, 2) * 2)
+    with pytest.raises(ValueError, match=r"test_transformations.py:\d+: split\(.*jax.shard_map"):
+        outer(jax.shard_map(annotated, mesh=mesh, **regions))(np.ones((16, 2), np.float32))
+    plain = jax.shard_map(gshard.jit(lambda x: x * 2), mesh=mesh, **regions)
+    np.testing.assert_array_equal(outer(plain)(np.ones((16, 2), np.float32)), 2)
 
 
 @shows("jax.shard_map inside")

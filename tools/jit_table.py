@@ -38,8 +38,9 @@ _DIFFERS = {
     "refuses. Such results are `gshard.UnevenArray`s",
     "replicated arguments": "may be split by the program, which sends nothing, if that is not more "
     "expensive; `jax.jit` keeps them replicated",
-    "arguments on one device": "do not determine where the program runs: it runs on `devices=`, on "
-    "the mesh that is set or that other arguments have, or on all devices",
+    "arguments on one device": "with a mesh of one device or without one, do not determine where "
+    "the program runs: it runs on `devices=`, else on the mesh that is set, of one device too, "
+    "else on the largest mesh that arguments and keywords have, else on all devices",
     "memory layouts": "an argument in another layout than that of `in_shardings`, or of a compiled "
     "program, is copied; `jax.jit` refuses it",
     "references": "`lower` and `compile` are those of the function of their values",

@@ -8,7 +8,6 @@ keep their values; a `psum` over an axis of `vmap` is a sum over a dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,39 +16,28 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.core import primitives as p
 
-from gshard._jax import custom_partitioning_p, python_implementation
+from gshard._jax import custom_partitioning_p
 from gshard.graph.regions import walk
-from gshard.graph.source import on_behalf_of
 from gshard.rules.base.rule import RULES
+from gshard.rules.unknown import implementation, traced
 
 
 def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """A program equivalent to `eqn`, if it should be expanded; else None."""
     if eqn.primitive is p.while_p and eqn.params["cond_jaxpr"].out_avals[0].shape:
-        return _traced(eqn, _batched_while)
+        return traced(eqn, _batched_while)
     if eqn.primitive in _REDUCERS and all(isinstance(a, int) for a in eqn.params["axes"]):
-        return _traced(eqn, _reduction_over_dims)
+        return traced(eqn, _reduction_over_dims)
     described = eqn.primitive is not custom_partitioning_p or eqn.params["sharding_rule"]
     if (eqn.primitive in RULES and described) or eqn.effects:
         return None
-    implementation = python_implementation(eqn.primitive)
-    if implementation is None:
-        return None
-    try:
-        closed = _traced(eqn, lambda eqn, *args: implementation(*args, **eqn.params))
-    except Exception:  # any error: it may not be traceable
+    closed = implementation(eqn)
+    if not isinstance(closed, ClosedJaxpr):
         return None
     wanted = [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
     same = [(a.shape, a.dtype) for a in closed.out_avals] == wanted
     endless = any(_alike(inner, eqn) for inner in walk(closed.jaxpr))
     return closed if same and not endless else None
-
-
-def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> ClosedJaxpr:
-    """The program of `fn(eqn, *operands)`, attributed to the user's line."""
-    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
-    with on_behalf_of(eqn):
-        return jax.make_jaxpr(lambda *args: fn(eqn, *args))(*avals)
 
 
 def _alike(one: JaxprEqn, other: JaxprEqn) -> bool:

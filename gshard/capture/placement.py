@@ -236,7 +236,10 @@ def _kept_layout(value: Any, devices: int) -> Any:
 
 
 def mesh_of(values: Iterable[Any]) -> Mesh | None:
-    """The user's mesh: the one that is set, or the largest that arguments and shardings name."""
+    """The user's mesh: the one that is set, or the largest that arguments and shardings name.
+
+    One device, which most arrays are on, does not determine where a program runs.
+    """
     mesh = context_mesh()
     if mesh is not None:
         return mesh

@@ -6,12 +6,16 @@ registers a rule, and `gshard.jit(..., strict=True)` makes the primitive an erro
 
 from __future__ import annotations
 
-from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from collections.abc import Callable
+from typing import Any
 
-from gshard._jax import AbstractRef, allowed_in_branches
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
+
+from gshard._jax import AbstractRef, allowed_in_branches, python_implementation
 from gshard.graph.reason import Reason
-from gshard.graph.source import source_of
+from gshard.graph.source import on_behalf_of, source_of
 from gshard.rules.base.rule import Context, Rule
 from gshard.rules.callbacks import run_everywhere, run_once
 from gshard.tensors.factors import no_factors
@@ -27,9 +31,40 @@ def unknown_rule(eqn: JaxprEqn, strict: bool) -> Rule:
         raise NotImplementedError(
             f"{source_of(eqn)}: gshard has no rule for the primitive {name!r}, and strict=True "
             "does not allow it to run replicated on every device; add one with gshard.register_rule"
+            f"{_untraceable(eqn)}"
         )
     _check(eqn)
     return Rule(no_factors, partition=_run_replicated)
+
+
+def implementation(eqn: JaxprEqn) -> ClosedJaxpr | Exception | None:
+    """The program of the Python function that implements a primitive, if it has one.
+
+    Where that cannot be traced, it is the error that it raised.
+    """
+    function = python_implementation(eqn.primitive)
+    if function is None:
+        return None
+    try:
+        return traced(eqn, lambda eqn, *args: function(*args, **eqn.params))
+    except Exception as error:  # any error: it is the user's code
+        return error
+
+
+def traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> ClosedJaxpr:
+    """The program of `fn(eqn, *operands)`, attributed to the user's line."""
+    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+    with on_behalf_of(eqn):
+        return jax.make_jaxpr(lambda *args: fn(eqn, *args))(*avals)
+
+
+def _untraceable(eqn: JaxprEqn) -> str:
+    """Why a primitive was not replaced by its implementation, to be added to a message."""
+    error = None if eqn.effects else implementation(eqn)
+    if not isinstance(error, Exception):
+        return ""
+    first = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return f" (its Python implementation cannot be traced: {first})"
 
 
 def _check(eqn: JaxprEqn) -> None:
@@ -46,7 +81,8 @@ def _check(eqn: JaxprEqn) -> None:
         raise NotImplementedError(
             f"{source_of(eqn)}: gshard cannot run the primitive {name!r}: it takes or returns "
             f"{strange[0]}, which is not an array and cannot be copied to every device; keep it "
-            "out of gshard.jit, or give the primitive a rule with gshard.register_rule"
+            f"out of gshard.jit, or give the primitive a rule with gshard.register_rule"
+            f"{_untraceable(eqn)}"
         )
     if eqn.effects and not allowed_in_branches(eqn.effects):
         raise NotImplementedError(
@@ -74,5 +110,6 @@ def _run_replicated(
 ) -> list[Tile]:
     where = "on the first device" if eqn.effects else "replicated on every device"
     why = f"{eqn.primitive.name} has no rule and runs {where}; gshard.register_rule adds one"
+    why += _untraceable(eqn)
     run = run_once if eqn.effects else run_everywhere
     return run(ctx, eqn, tiles, Reason("step", "", why))

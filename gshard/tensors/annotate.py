@@ -246,6 +246,12 @@ def annotate(tensor: Any, annotation: Annotation) -> Any:
         tensor = np.asarray(tensor)
     order = _constraining.value
     if order is not None:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                f"{here()}: {annotation} is inside jax.shard_map, where every device has its own "
+                "values and XLA partitions nothing; annotate the tensors outside of the region, "
+                "and call a function without annotations inside"
+            )
         return constrained(tensor, annotation.resolve(order.count), order.devices)
     marked = annotate_p.bind(tensor, annotation=annotation)
     known = _annotated.get()

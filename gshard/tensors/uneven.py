@@ -198,6 +198,13 @@ class UnevenArray(jax.Array):
             value = np.asarray(self.logical())
         return value if dtype is None else value.astype(dtype)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """The logical value on the first device, gathered, for other libraries."""
+        return self.addressable_data(0).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.stack.addressable_data(0).__dlpack_device__()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

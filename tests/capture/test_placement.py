@@ -260,3 +260,23 @@ def test_a_spec_without_a_mesh():
 def test_a_number_that_is_annotated():
     x = random_array((8,))
     np.testing.assert_array_equal(gshard.jit(lambda x: x * gshard.replicate(2.0))(x), 2 * x)
+
+
+@pytest.mark.parametrize("placed", ["argument", "in_shardings", "device"])
+def test_one_device_of_an_argument_does_not_determine_the_devices(placed):
+    """With a mesh of one device or without one; a mesh that is set does, and so does `devices=`."""
+    mesh = Mesh(np.array(jax.devices()[3:4]), ("data",))
+    one, x = NamedSharding(mesh, P("data")), random_array((16, 4))
+    there = {"argument": jax.device_put(x, one), "device": jax.device_put(x, jax.devices()[3])}
+    keywords = {"in_shardings": one} if placed == "in_shardings" else {}
+    step = gshard.jit(lambda x: gshard.split(x * 2, 0, 8), **keywords)
+    given = there.get(placed, x)
+    np.testing.assert_array_equal(run(step, given), x * 2)
+    assert len(step(given).devices()) == 8
+    with jax.set_mesh(mesh):
+        assert gshard.jit(lambda x: x * 2)(given).devices() == {jax.devices()[3]}
+    on_four = gshard.jit(lambda x: x * 2, devices=jax.devices()[:4])
+    assert on_four(given).devices() == set(jax.devices()[:4])
+    wide = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x"))
+    both = gshard.jit(lambda x, y: x + y)
+    assert both(given, jax.device_put(x, wide)).devices() == set(jax.devices()[:2])

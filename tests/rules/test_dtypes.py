@@ -141,7 +141,7 @@ NARROW = sorted(  # every type of ml_dtypes that JAX has arrays of
     name
     for name in dir(ml_dtypes)
     if name not in ("bfloat16", "finfo", "iinfo") and ("float" in name or "int" in name)
-    if hasattr(jnp, name)
+    if hasattr(jnp, name) and "float6" not in name  # XLA aborts: it has no arrays of them
 )
 USUAL = [
     "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "bfloat16", "float16",

@@ -43,6 +43,25 @@ on_host_p = new_primitive(
 )
 
 
+def without_a_table(x):
+    raise ValueError("the table of scales is empty\ncall make_table first")
+
+
+table_p = new_primitive("scaled_by_table", lambda x: x * 3, implementation=without_a_table)
+
+
+def test_the_error_of_an_implementation_is_shown():
+    """It is the user's own code, and the reason why the primitive was not expanded."""
+    low = check(table_p.bind, random_array((8, 3)), inputs=[even_split(2, 0, 8)])
+    (gather,) = low.collectives
+    wanted = "cannot be traced: ValueError: the table of scales is empty)"
+    assert wanted in gather.reason
+    with pytest.raises(NotImplementedError, match=r"scaled_by_table.*the table of scales is empty"):
+        gshard.jit(table_p.bind, strict=True)(random_array((8, 3)))
+    low = check(reversed_sum_p.bind, *[random_array((8, 3))] * 2, inputs=[even_split(2, 0, 8)])
+    assert not any("traced" in c.reason for c in low.collectives)
+
+
 def test_an_unknown_primitive_runs_whole_and_says_so():
     x, y = random_array((13, 3)), random_array((13, 3), seed=1)
 

@@ -137,6 +137,14 @@ def test_a_gather_is_told_once_with_the_line(uneven):
         uneven + X  # nothing is known about how X is split
 
 
+@pytest.mark.parametrize("read", [np.from_dlpack, jnp.from_dlpack])
+def test_other_libraries_get_the_gathered_value(uneven, read, monkeypatch):
+    monkeypatch.setattr(gshard.tensors.uneven, "_warned", set())  # once for each line
+    with pytest.warns(gshard.tensors.uneven.GatheredWarning):
+        got = read(uneven)
+    np.testing.assert_array_equal(got, uneven)
+
+
 def test_moves_nothing_between_calls(uneven):
     step = gshard.jit(lambda x: gshard.split(x, 0, 8) + 1)
     lowered = step.lower(uneven)
