@@ -299,6 +299,9 @@ def as_bits(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
 
         return parts, joined
     if jnp.issubdtype(x.dtype, jnp.floating):
+        if jnp.finfo(x.dtype).bits < 8:  # of 4 bits: XLA does not make integers of them everywhere
+            wider, unbits = as_bits(x.astype(jnp.float8_e4m3fn))
+            return wider, lambda bits: unbits(bits).astype(x.dtype)
         integer = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
         return lax.bitcast_convert_type(x, integer), lambda bits: lax.bitcast_convert_type(
             bits, x.dtype
