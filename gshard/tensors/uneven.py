@@ -203,7 +203,8 @@ class UnevenArray(jax.Array):
         return self.addressable_data(0).__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
-        return self.stack.addressable_data(0).__dlpack_device__()
+        first: Any = self.stack.addressable_data(0)
+        return first.__dlpack_device__()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
