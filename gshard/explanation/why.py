@@ -28,7 +28,7 @@ _OF_SEVERAL = {
 _WORDS = {
     "dot_general": "product",
     "conv_general_dilated": "convolution",
-    "concatenate_slices": "concatenation",
+    "row_map": "composition of slices, pads and concatenations",
     "reduce_sum": "sum",
     "reduce_max": "maximum",
     "reduce_min": "minimum",

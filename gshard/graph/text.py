@@ -58,11 +58,12 @@ def _params(eqn: JaxprEqn) -> str:
             continue
         if isinstance(value, tuple) and any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value):
             continue
-        text = str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
+        text = str(value) if len(str(value)) <= _LENGTH else str(value)[: _LENGTH - 3] + "..."
         shown.append(text if key == "node" else f"{key}={text}")
     return f"[{' '.join(shown)}]" if shown else ""
 
 
+_LENGTH = 100  # of a parameter
 _LEFT_OUT = {
     "axis_name", "axis_size", "tiled", "sharding", "out_sharding", "weak_type", "ft_in", "ft_out",
 }  # fmt: skip

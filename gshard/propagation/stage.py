@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from gshard.graph.history import History
 from gshard.propagation.propagate import Propagated, propagate
+from gshard.propagation.rewrites.align_windows import align_windows
 from gshard.propagation.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.propagation.rewrites.ring_attention import ring_attention
 from gshard.tensors.sharding import Sharding
@@ -19,6 +20,7 @@ Rewrite = Callable[[Jaxpr, Mapping[Any, Sharding], int, list[str]], Jaxpr]
 
 # Rewrites that depend on shardings, and what the dump says of a program with nothing to rewrite.
 REWRITES: dict[str, tuple[Rewrite, str]] = {
+    "align_windows": (align_windows, "not applied: no windows of split dims are combined"),
     "exchange_by_expert": (
         lambda jaxpr, shardings, limit, remarks: exchange_by_expert(
             jaxpr, shardings, remarks, itertools.count()

@@ -25,7 +25,7 @@ from gshard.reproducible.primitives import in_one_piece_p, pin_p
 _EXACT = frozenset((
     "abs", "add", "add_any", "add_jaxvals", "and", "annotate", "argmax", "argmin",
     "bitcast_convert_type", "broadcast_in_dim", "ceil", "clamp", "complex", "concatenate",
-    "concatenate_slices", "conj", "convert_element_type", "copy", "create_token", "cummax",
+    "conj", "convert_element_type", "copy", "create_token", "cummax",
     "cummin", "custom_lin", "debug_callback", "debug_print", "device_put", "dynamic_slice",
     "dynamic_update_slice", "empty2", "floor", "gather", "imag", "io_callback", "iota",
     "is_finite", "leaf_dot", "leaf_sum", "max", "min", "name", "neg", "nextafter",
@@ -33,9 +33,9 @@ _EXACT = frozenset((
     "random_fold_in",
     "random_gamma", "random_seed", "random_split", "random_unwrap", "random_wrap", "real",
     "reduce_max", "reduce_min", "reduce_precision", "reduce_window_max", "reduce_window_min",
-    "rem", "reshape", "rev", "round", "scatter", "scatter-max", "scatter-min", "scatter_in_order",
-    "select_n", "sharding_constraint", "sign", "slice", "sort", "split", "squeeze", "stack",
-    "stop_gradient", "sub", "tile", "top_k", "transpose", "tree_sum", "unstack",
+    "rem", "reshape", "rev", "round", "row_map", "scatter", "scatter-max", "scatter-min",
+    "scatter_in_order", "select_n", "sharding_constraint", "sign", "slice", "sort", "split",
+    "squeeze", "stack", "stop_gradient", "sub", "tile", "top_k", "transpose", "tree_sum", "unstack",
 ))  # fmt: skip
 
 # Rounded, and possibly made of products: pinned.

@@ -6,7 +6,6 @@ from jax.extend.core import JaxprEqn
 
 from gshard.rules import (  # noqa: F401  (each file registers its operators)
     callbacks,
-    concatenate,
     contraction,
     control,
     cumulative,
@@ -24,6 +23,7 @@ from gshard.rules import (  # noqa: F401  (each file registers its operators)
     random,
     reduction,
     ring_pass,
+    row_map,
     scatter,
     slicing,
     sort,

@@ -127,7 +127,7 @@ class AffineMap(Change):
         starts, rows = self.tiles(split.tiles)
         if self.step > 1:
             holes = [(0, 0, (self.step - 1) * (d == dim)) for d in range(x.ndim)]
-            x = lax.pad(x, self.value, holes)
+            x = lax.pad(x, jnp.zeros((), x.dtype) if self.value is None else self.value, holes)
         begin = self._least(starts, rows)
         ahead = first * self.step + self.low - begin
         x = window(place, x, dim, -ahead[split.own], (rows - 1) * abs(self.stride) + 1)

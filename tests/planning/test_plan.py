@@ -95,19 +95,20 @@ def test_a_dump_has_a_file_for_every_stage(tmp_path):
         "02-compose_row_maps",
         "03-transpose_products",
         "04-propagate",
-        "05-exchange_by_expert",
-        "06-ring_attention",
-        "07-plan",
-        "08-share",
-        "09-drop_unused",
-        "10-expand",
-        "11-combine",
-        "12-emit",
+        "05-align_windows",
+        "06-exchange_by_expert",
+        "07-ring_attention",
+        "08-plan",
+        "09-share",
+        "10-drop_unused",
+        "11-expand",
+        "12-combine",
+        "13-emit",
     ]
     composed = paths[2].read_text()
-    (line,) = [line for line in composed.split("\n") if "concatenate_slices" in line]
+    (line,) = [line for line in composed.split("\n") if "row_map" in line]
     assert line.startswith(">")
-    assert "# not applied: there is no ragged product" in paths[5].read_text()
-    assert "halo[" in paths[7].read_text()
-    assert "collective-permute[" in paths[10].read_text()
-    assert "ppermute[" in paths[12].read_text()
+    assert "# not applied: there is no ragged product" in paths[6].read_text()
+    assert "halo[" in paths[8].read_text()
+    assert "collective-permute[" in paths[11].read_text()
+    assert "ppermute[" in paths[13].read_text()

@@ -8,33 +8,25 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from gshard._jax import mlir
+from gshard.graph.row_map import Layer, shape_of
+from gshard.tensors.painting import painted
 
-concatenate_slices_p = Primitive("concatenate_slices")  # of `windows`: (operand, start, limit)
+# A tensor painted with windows of its operands: `layers`, whose sources are numbers of operands.
+row_map_p = Primitive("row_map")
 
 
-def _concatenate_slices(
-    *operands: jax.Array, dimension: int, windows: tuple[tuple[int, int, int], ...]
-) -> jax.Array:
+def _row_map(*operands: jax.Array, layers: tuple[Layer, ...]) -> jax.Array:
     """Its definition, for regions that gshard does not partition."""
-    parts = [
-        lax.slice_in_dim(operands[number], start, limit, axis=dimension)
-        for number, start, limit in windows
-    ]
-    return lax.concatenate(parts, dimension)
+    return painted(shape_of(layers), layers, operands)
 
 
-@concatenate_slices_p.def_abstract_eval
-def _concatenate_slices_aval(*operands: Any, dimension: int, windows: Any) -> ShapedArray:
-    shape = list(operands[0].shape)
-    shape[dimension] = sum(limit - start for _, start, limit in windows)
-    return ShapedArray(shape, operands[0].dtype)
+@row_map_p.def_abstract_eval
+def _row_map_aval(*operands: Any, layers: tuple[Layer, ...]) -> ShapedArray:
+    return ShapedArray(shape_of(layers), operands[0].dtype)
 
 
-mlir.register_lowering(
-    concatenate_slices_p, mlir.lower_fun(_concatenate_slices, multiple_results=False)
-)
+mlir.register_lowering(row_map_p, mlir.lower_fun(_row_map, multiple_results=False))

@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from gshard._jax import stack_p
 from gshard.graph.reason import Reason
 from gshard.moving.partial import reducing_key
 from gshard.rules.base.rule import RULES, Context, Rule
@@ -69,7 +68,7 @@ def in_place(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
         (part, *_) = [t for t in tiles if t.is_unreduced]
         if part.shape != tuple(eqn.outvars[0].aval.shape):
             return None
-        alike = _alike(ctx, [tiles[n] for n in group])
+        alike = made_alike(ctx, [tiles[n] for n in group])
         if alike is None:
             return None
         joint = dict(zip(group, alike, strict=True))
@@ -82,7 +81,7 @@ def added(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     (part, *_) = [t for t in tiles if t.is_unreduced]
     if part.shape != tuple(eqn.outvars[0].aval.shape):
         return None
-    alike = _alike(ctx, [_grown(tile, part) for tile in tiles])
+    alike = made_alike(ctx, [_grown(tile, part) for tile in tiles])
     factors = RULES[eqn.primitive].factors(eqn)
     both = replace(factors, operands=factors.results * 2)
     return _locally(ctx, eqn, alike, both) if alike else None
@@ -118,7 +117,7 @@ def _locally(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factor
     return Tile(array, here.unreduced_over(unreduced), shape, part.origin)
 
 
-def _alike(ctx: Context, tiles: Sequence[Tile]) -> list[Tile] | None:
+def made_alike(ctx: Context, tiles: Sequence[Tile]) -> list[Tile] | None:
     """All operands unreduced over the same devices; None where that is not free.
 
     A reduced value counts once: one device of those that sum has it, the others zeros.
@@ -151,20 +150,16 @@ def _grown(tile: Tile, like: Tile) -> Tile:
     return Tile(array, Sharding(splits, tile.sharding.num_devices), full)
 
 
-def joined(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
-    """A concatenation along a dim that is not split, or a stack."""
+def stacked(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+    """A stack."""
     if not all(t.is_unreduced for t in tiles):
         return None
-    parts, stacked = _alike(ctx, tiles), eqn.primitive is stack_p
-    dim = eqn.params["axis" if stacked else "dimension"]
-    if parts is None or (not stacked and parts[0].sharding.splits[dim]):
+    parts, dim = made_alike(ctx, tiles), eqn.params["axis"]
+    if parts is None:
         return None
-    arrays = [lax.expand_dims(t.array, [dim]) if stacked else t.array for t in parts]
-    if windows := eqn.params.get("windows"):
-        arrays = [lax.slice_in_dim(arrays[i], low, high, axis=dim) for i, low, high in windows]
+    arrays = [lax.expand_dims(t.array, [dim]) for t in parts]
     splits = list(parts[0].sharding.splits)
-    if stacked:
-        splits.insert(dim, None)
+    splits.insert(dim, None)
     sharding = replace(parts[0].sharding, splits=tuple(splits))
     shape = tuple(eqn.outvars[0].aval.shape)
     return Tile(lax.concatenate(arrays, dim), sharding, shape, tiles[0].origin)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -24,8 +24,9 @@ from jax.extend.core import primitives as p
 from gshard._jax import scatter_sub_p, stack_p
 from gshard.graph.graph import Graph
 from gshard.graph.regions import Loop
+from gshard.graph.row_map import cut_dims
 from gshard.moving.recompute import VIEWS
-from gshard.rules.base.primitives import concatenate_slices_p
+from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import RULES
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import byte_size
@@ -34,7 +35,7 @@ NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 ADDED = (p.add_p, p.add_jaxvals_p, p.sub_p)
 SCATTERED = (p.scatter_add_p, scatter_sub_p)  # onto their first operand
-JOINED = (p.concatenate_p, concatenate_slices_p, stack_p)
+JOINED = (p.concatenate_p, row_map_p, stack_p)
 _SUMMING = (p.dot_general_p, p.conv_general_dilated_p, p.reduce_sum_p, *SCATTERED)
 _MOST = 8  # narrower values that one is computed from
 
@@ -140,7 +141,7 @@ def may_stay_unreduced(
     for eqn, able in of.linear:
         if not _keeps_sums(eqn, ends):
             continue
-        if eqn.primitive in JOINED and not sums.issuperset(eqn.invars):
+        if eqn.primitive in JOINED and not sums.issuperset(filter(_is_tensor, eqn.invars)):
             continue  # other values would be summed too, which are as large as they are
         out, both = eqn.outvars[0], _adds_sums(eqn, sums.intersection(able))
         saves = both or out in saving or (eqn.primitive in JOINED and len(able) > 1)
@@ -202,9 +203,17 @@ def _is_less_later(eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Sharding] |
 
 def _otherwise_split(eqn: JaxprEqn, here: Sharding, there: Sharding) -> bool:
     """Whether a device has a larger part of one than of the other, or other rows of it."""
-    joined = eqn.params.get("dimension") if eqn.primitive in JOINED else None
-    moves = joined is not None and there.splits[joined] is not None
+    joined: Iterable[int] = ()
+    if eqn.primitive is row_map_p:
+        joined = cut_dims(eqn.params["layers"], eqn.outvars[0].aval.shape)
+    elif eqn.primitive is p.concatenate_p:
+        joined = (eqn.params["dimension"],)
+    moves = any(there.splits[d] is not None for d in joined)
     return moves or math.prod(here.tiles) != math.prod(there.tiles)
+
+
+def _is_tensor(atom: Any) -> bool:
+    return not isinstance(atom, Literal) and atom.aval.shape != ()
 
 
 def linear_groups(eqn: JaxprEqn) -> Sequence[Sequence[int]]:

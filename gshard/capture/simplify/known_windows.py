@@ -1,0 +1,176 @@
+"""Gathers and scatters at known places: indices that are constants, or count up from one.
+
+`x.at[1:-1, ::2]` reads or writes a window whose place is known when the program is made, but JAX
+computes its indices at run time: as a constant index of one large window, or as an `iota` of many
+small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+from gshard.graph import Graph
+from gshard.graph.row_map import Axis, Layer
+
+_COPYING = (p.convert_element_type_p, p.copy_p)
+
+
+class _Progression(NamedTuple):
+    """Integers that are `start` in the first place and grow by a constant along each dim."""
+
+    start: int
+    steps: tuple[int, ...]
+
+
+def gathered(eqn: JaxprEqn, graph: Graph) -> Layer | None:
+    """What a gather reads, if its indices are known."""
+    operand, indices = eqn.invars
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    if numbers.operand_batching_dims:
+        return None
+    starts = _starts(indices, numbers.start_index_map, sizes, operand.aval.shape, graph)
+    if starts is None:
+        return None
+    base = tuple(starts[d].start if d in starts else 0 for d in range(len(sizes)))
+    kept = iter(d for d in range(len(sizes)) if d not in numbers.collapsed_slice_dims)
+    beside = iter(range(len(indices.aval.shape) - 1))
+    axes = []
+    for d, count in enumerate(eqn.outvars[0].aval.shape):
+        if d in numbers.offset_dims:
+            axes.append(Axis(0, count, next(kept)))
+            continue
+        number = next(beside)
+        dim = next((e for e, found in starts.items() if found.steps[number]), None)
+        if dim is None or count == 1:
+            axes.append(Axis(0, count))
+        else:
+            axes.append(Axis(0, count, dim, 1, starts[dim].steps[number]))
+    return Layer(operand, base, tuple(axes))
+
+
+def scattered(eqn: JaxprEqn, graph: Graph) -> Layer | None:
+    """The window that a scatter writes, in the operand's coordinates, if its indices are known."""
+    operand, indices, updates = eqn.invars
+    numbers, shape = eqn.params["dimension_numbers"], updates.aval.shape
+    if numbers.operand_batching_dims or 0 in shape:
+        return None
+    inside = iter(numbers.update_window_dims)
+    dims = [
+        None if d in numbers.inserted_window_dims else next(inside)
+        for d in range(len(operand.aval.shape))
+    ]
+    sizes = [1 if d is None else shape[d] for d in dims]
+    index_map = numbers.scatter_dims_to_operand_dims
+    starts = _starts(indices, index_map, sizes, operand.aval.shape, graph)
+    if starts is None:
+        return None
+    beside = [d for d in range(len(shape)) if d not in numbers.update_window_dims]
+    base, axes, driving = [0] * len(shape), [], set[int]()
+    for d, (dim, size) in enumerate(zip(dims, sizes, strict=True)):
+        found = starts.get(d, _Progression(0, ()))
+        moved = [n for n, step in enumerate(found.steps) if step and shape[beside[n]] > 1]
+        if not moved:
+            axes.append(Axis(found.start, size, dim))
+            continue
+        (number,), driven = moved, {beside[n] for n in moved}
+        driving |= driven
+        step, (source,) = found.steps[number], driven
+        count, at = shape[source], found.start
+        if step < 0:
+            base[source], at = count - 1, at + (count - 1) * step
+        axes.append(Axis(at, count, source, abs(step), 1 if step > 0 else -1))
+    if any(shape[d] > 1 and d not in driving for d in beside):  # one row is written several times
+        return None
+    return Layer(updates, tuple(base), tuple(axes))
+
+
+def _starts(
+    indices: Any, dims: Sequence[int], sizes: Sequence[int], shape: Sequence[int], graph: Graph
+) -> dict[int, _Progression] | None:
+    """Where windows start, along each indexed dim of the operand; None if that is not known.
+
+    None, too, if windows are moved out of bounds, or by two indices along one dim.
+    """
+    parts = _components(indices, len(dims), graph)
+    if parts is None:
+        return None
+    starts, counts = dict(zip(dims, parts, strict=True)), indices.aval.shape[:-1]
+    used: set[int] = set()
+    for d, found in starts.items():
+        moved = [n for n, step in enumerate(found.steps) if step and counts[n] > 1]
+        if len(moved) > 1 or used.intersection(moved) or (moved and sizes[d] != 1):
+            return None
+        used.update(moved)
+        ends = [found.start, found.start + sum(found.steps[n] * (counts[n] - 1) for n in moved)]
+        if min(ends) < 0 or max(ends) + sizes[d] > shape[d]:
+            return None
+    return starts
+
+
+def _components(indices: Any, count: int, graph: Graph) -> list[_Progression] | None:
+    """The components of indices, without the dim of the components."""
+    value = graph.constant(indices)
+    if value is not None:
+        if value.ndim != 1:
+            return None
+        return [_Progression(int(v), ()) for v in value]
+    eqn = graph.maker(indices)
+    parts = [indices]
+    if eqn is not None and eqn.primitive is p.concatenate_p:
+        if eqn.params["dimension"] != len(indices.aval.shape) - 1:
+            return None
+        parts = list(eqn.invars)
+    found = [_progression(part, graph) for part in parts]
+    if len(parts) != count or any(part.aval.shape[-1] != 1 for part in parts):
+        return None
+    return [_Progression(f.start, f.steps[:-1]) for f in found if f] if all(found) else None
+
+
+_MATH = (
+    p.iota_p, p.rev_p, p.broadcast_in_dim_p, p.add_p, p.sub_p, p.mul_p, *_COPYING,
+)  # fmt: skip
+_DEPTH = 8  # operators that an index is computed by
+
+
+def _progression(atom: Any, graph: Graph, depth: int = _DEPTH) -> _Progression | None:
+    """The integers that a tensor consists of, if they are one progression."""
+    shape = atom.aval.shape
+    if isinstance(atom, Literal) or atom in graph.known:
+        value = np.asarray(graph.constant(atom))
+        return _Progression(int(value), ()) if value.ndim == 0 else None
+    eqn = graph.maker(atom)
+    if eqn is None or eqn.primitive not in _MATH or not depth:
+        return None
+    if eqn.primitive is p.iota_p:
+        along = eqn.params["dimension"]
+        return _Progression(0, tuple(int(d == along) for d in range(len(shape))))
+    found = [_progression(a, graph, depth - 1) for a in eqn.invars]
+    if not found or None in found:
+        return None
+    (start, steps), *others = (f for f in found if f)
+    if eqn.primitive in _COPYING:
+        return _Progression(start, steps)
+    if eqn.primitive is p.rev_p:
+        turned = eqn.params["dimensions"]
+        first = start + sum(steps[d] * (shape[d] - 1) for d in turned)
+        return _Progression(first, tuple(-s if d in turned else s for d, s in enumerate(steps)))
+    if eqn.primitive is p.broadcast_in_dim_p:
+        to = dict(zip(eqn.params["broadcast_dimensions"], steps, strict=True))
+        return _Progression(start, tuple(to.get(d, 0) for d in range(len(shape))))
+    if not others:
+        return None
+    other, more = others[0]
+    if eqn.primitive is p.mul_p and not any(more):
+        return _Progression(start * other, tuple(s * other for s in steps or more))
+    if eqn.primitive is p.mul_p and not any(steps):
+        return _Progression(start * other, tuple(s * start for s in more))
+    if eqn.primitive is p.mul_p:
+        return None
+    sign, none = 1 if eqn.primitive is p.add_p else -1, (0,) * len(shape)
+    both = zip(steps or none, more or none, strict=True)
+    return _Progression(start + sign * other, tuple(a + sign * b for a, b in both))

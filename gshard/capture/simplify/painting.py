@@ -1,0 +1,75 @@
+"""The equations of a row map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+from gshard._jax import Var
+from gshard.graph import replacing
+from gshard.graph.row_map import Axis, Layer, apart
+from gshard.rules.base.primitives import row_map_p
+
+
+def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
+    """The equations that make the result of `eqn` from these layers."""
+    (result,) = eqn.outvars
+    shape = result.aval.shape
+    if len(layers) == 1 and not layers[0].is_constant:
+        return _slicing(eqn, layers[0])
+    before: list[JaxprEqn] = []
+    operands: dict[Any, Any] = {}  # by variable; literals by identity
+    numbered: list[Layer] = []
+    for layer in apart(layers, shape):
+        source = layer.source
+        if not layer.is_constant and not layer.is_aligned:
+            before.append(_with_all_dims(eqn, layer))
+            (source,) = before[-1].outvars
+            base = tuple(0 if a.dim is None else layer.base[a.dim] for a in layer.axes)
+            axes = tuple(axis._replace(dim=d) for d, axis in enumerate(layer.axes))
+            layer = Layer(source, base, axes)
+        key = id(source) if isinstance(source, Literal) else source
+        operands.setdefault(key, source)
+        numbered.append(Layer(list(operands).index(key), layer.base, layer.axes))
+    operands_of_map, layers = list(operands.values()), tuple(numbered)
+    return [*before, replacing(eqn, row_map_p, operands_of_map, result, layers=layers)]
+
+
+def _with_all_dims(eqn: JaxprEqn, layer: Layer) -> JaxprEqn:
+    """The equation that gives a source dims of size 1 where the result has others."""
+    source = layer.source.aval
+    shape = tuple(1 if a.dim is None else source.shape[a.dim] for a in layer.axes)
+    return _reshaped(eqn, layer.source, Var(source.update(shape=shape)))
+
+
+def _reshaped(eqn: JaxprEqn, source: Any, result: Any) -> JaxprEqn:
+    params = {"new_sizes": result.aval.shape, "dimensions": None, "sharding": None}
+    return replacing(eqn, p.reshape_p, [source], result, **params)
+
+
+def _slicing(eqn: JaxprEqn, layer: Layer) -> list[JaxprEqn]:
+    """The equations of a single window: a slice, reversed and without single rows if need be."""
+    (result,), aval = eqn.outvars, layer.source.aval
+    axes = {axis.dim: axis for axis in layer.axes if axis.dim is not None}
+    firsts, limits, strides, turned = [], [], [], []
+    for d, first in enumerate(layer.base):
+        axis = axes.get(d, Axis(0, 1, d))
+        last = first + (axis.rows - 1) * axis.stride
+        firsts.append(min(first, last))
+        limits.append(max(first, last) + 1)
+        strides.append(abs(axis.stride))
+        turned += [d] if axis.stride < 0 else []
+    shape = tuple(-(-(b - a) // s) for a, b, s in zip(firsts, limits, strides, strict=True))
+    steps = None if set(strides) <= {1} else tuple(strides)
+    params = {"start_indices": tuple(firsts), "limit_indices": tuple(limits), "strides": steps}
+    made = [replacing(eqn, p.slice_p, [layer.source], Var(aval.update(shape=shape)), **params)]
+    if turned:
+        (source,), after = made[-1].outvars, Var(aval.update(shape=shape))
+        made.append(replacing(eqn, p.rev_p, [source], after, dimensions=tuple(turned)))
+    if shape == result.aval.shape:
+        made[-1] = made[-1].replace(outvars=[result])
+        return made
+    return [*made, _reshaped(eqn, made[-1].outvars[0], result)]

@@ -1,0 +1,94 @@
+"""Row maps on arrays: windows painted one over the other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.graph.row_map import Axis, Layer, cut_dims
+from gshard.tensors import padding
+
+# Which elements of a window, of a given shape, are painted; all if there is none.
+Mask = Callable[[Sequence[int]], jax.Array] | None
+
+
+def painted(
+    shape: Sequence[int],
+    layers: Sequence[Layer],
+    arrays: Sequence[jax.Array],
+    masks: Sequence[Mask] | None = None,
+) -> jax.Array:
+    """The array that `layers` of arrays make; a layer's source is the number of its array."""
+    masks = masks or [None] * len(layers)
+    joined = _joined_along(shape, layers) if not any(masks) else None
+    if joined is not None:
+        parts = [_window(layer, arrays[layer.source]) for layer in layers]
+        return lax.concatenate(parts, joined) if len(parts) > 1 else parts[0]
+    x: jax.Array | None = None
+    for layer, mask in zip(layers, masks, strict=True):
+        window = _window(layer, arrays[layer.source])
+        if x is None and window.shape == tuple(shape):  # nobody reads what is not painted
+            x = window
+        else:
+            x = padding.filled(shape, window.dtype) if x is None else x
+            x = _over(x, layer, window, mask)
+    assert x is not None
+    return x
+
+
+def _joined_along(shape: Sequence[int], layers: Sequence[Layer]) -> int | None:
+    """The dim along which the layers, one after the other, are all of the result."""
+    cut = cut_dims(layers, shape)
+    if len(cut) > 1:
+        return None
+    (dim,), at = cut or {0}, 0
+    for layer in layers:
+        axis = layer.axes[dim] if shape else Axis(0, 1)
+        if axis.at != at or axis.step != 1:
+            return None
+        at = axis.end
+    return dim if not shape or at == shape[dim] else None
+
+
+def _window(layer: Layer, x: jax.Array) -> jax.Array:
+    """The elements of a layer, without gaps."""
+    counts = [axis.rows for axis in layer.axes]
+    if layer.is_constant:
+        return lax.broadcast(x, counts)
+    firsts, limits, strides, turned = [], [], [], []
+    for d, (first, axis) in enumerate(zip(layer.base, layer.axes, strict=True)):
+        last = first + (axis.rows - 1) * axis.stride
+        firsts.append(min(first, last))
+        limits.append(max(first, last) + 1)
+        strides.append(abs(axis.stride))
+        turned += [d] if axis.stride < 0 else []
+    if list(x.shape) != counts or max(strides, default=1) > 1:
+        x = lax.slice(x, firsts, limits, strides)
+    return lax.rev(x, turned) if turned else x
+
+
+def _over(below: jax.Array, layer: Layer, x: jax.Array, mask: Mask) -> jax.Array:
+    """`below`, with a window painted over it."""
+    steps = [axis.step for axis in layer.axes]
+    starts = [axis.at for axis in layer.axes]
+    gaps = [d for d, step in enumerate(steps) if step > 1]
+    if gaps:
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, step - 1) for step in steps])
+    limits = [a + n for a, n in zip(starts, x.shape, strict=True)]
+    covers = x.shape == below.shape
+    if gaps or mask:
+        inside = [
+            lax.rem(lax.broadcasted_iota(np.int32, x.shape, d), np.int32(steps[d])) == 0
+            for d in gaps
+        ]
+        inside += [mask(x.shape)] if mask else []
+        there = below if covers else lax.slice(below, starts, limits)
+        x = lax.select(functools.reduce(lax.bitwise_and, inside), x, there)
+    if covers:
+        return x
+    return lax.dynamic_update_slice(below, x, [np.int32(a) for a in starts])
