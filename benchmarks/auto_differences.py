@@ -1,6 +1,6 @@
 """Where a layout's gap comes from: its forecast beside the bound, line by line.
 
-The forecast is of the lowered program; the bound is the optimistic model of the program before it
+The forecast is of the lowered program; the bound is the lower-bound model of the program before it
 is partitioned, solved with the layout's arguments. What they differ by is work or communication
 that the model does not count, or that the partitioner could do without.
 
@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gshard import Layout
-from gshard.autosharding.cost.model import MeshProblem, build
+from gshard.autosharding.cost.lower_bound import build_lower_bound
+from gshard.autosharding.cost.model import MeshProblem
 from gshard.autosharding.cost.specs import NONE, specs_of
 from gshard.autosharding.cost.strategies import PICO
 from gshard.autosharding.layout.annotations import spec_of
@@ -51,7 +52,7 @@ def differences(layout: Layout, machine: Hardware) -> dict[str, Line]:
     assert layout.function is not None
     subject = TracedProgram.of(layout.function, layout.arguments, layout.devices)
     mesh = tuple(layout.mesh.values())
-    model = build(subject.flat, mesh, machine, layout.limit, subject.returned, optimistic=True)
+    model = build_lower_bound(subject.flat, mesh, machine, layout.limit, subject.returned)
     answer = solve(_with_arguments(model, layout, subject), _SECONDS).answer
     assert answer is not None
     lines: dict[str, Line] = defaultdict(Line)

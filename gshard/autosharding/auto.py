@@ -17,16 +17,20 @@ from typing import Any
 
 import jax
 
-from gshard.autosharding.answers import Answers
+from gshard.autosharding.annotate import (
+    TOLERANCE,
+    AnnotationSearch,
+    best_of,
+    coordinate_descent,
+    fewest,
+    slowest,
+)
 from gshard.autosharding.budget import Clock
-from gshard.autosharding.candidates import Candidates, ModelAnswer
-from gshard.autosharding.compact import Compact
 from gshard.autosharding.cost.rates import distinct_meshes
 from gshard.autosharding.cost.specs import MeshShape, specs_of
+from gshard.autosharding.evaluate import Evaluator, ModelAnswer, ModelSolver
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.layout.annotations import Annotated, dims_of
-from gshard.autosharding.polishing import polished
-from gshard.autosharding.smaller import TOLERANCE, best_of, most_seconds, smaller
 from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import Hardware, present
 from gshard.forecast.hardware import hardware as hardware_of
@@ -93,8 +97,8 @@ def auto(
     limit = machine.memory if memory is None else bytes_of(memory)
     subject = TracedProgram.of(fn, args, count)
     clock = Clock(seconds, _COUNTED * seconds)
-    candidates = Candidates(subject, machine, limit, keywords, clock)
-    return _Chooser(subject, candidates, machine, limit, clock).chosen()
+    evaluator = Evaluator(subject, machine, limit, keywords, clock)
+    return _Chooser(subject, evaluator, machine, limit, clock).chosen()
 
 
 def bytes_of(memory: str | int) -> int:
@@ -114,7 +118,7 @@ def bytes_of(memory: str | int) -> int:
 @dataclasses.dataclass
 class _Chooser:
     subject: TracedProgram
-    candidates: Candidates
+    evaluator: Evaluator
     machine: Hardware
     limit: int
     clock: Clock
@@ -126,8 +130,8 @@ class _Chooser:
     def __post_init__(self) -> None:
         self.seconds, self.guard = self.clock.left, self.clock.guard_left
         self.reserved = _BOUNDING * self.seconds
-        donated = any(self.candidates.keywords.get(how) for how in _DONATED)
-        self.answers = Answers(self.subject, self.machine, self.clock, donated)
+        donated = any(self.evaluator.keywords.get(how) for how in _DONATED)
+        self.model = ModelSolver(self.subject, self.machine, self.clock, donated)
 
     def chosen(self) -> Layout:
         """The best layout."""
@@ -177,11 +181,12 @@ class _Chooser:
         self.clock.extend(self.reserved)  # what a busy machine took of it
         bound = self._bound(self.looked_at, self.reserved)
         self.reserved = _LEAVING_OUT * self.seconds
-        fitting = [*fitting, *polished(best_of(fitting), self.candidates, self._until(_POLISHING))]
+        more = self._until(_POLISHING)
+        fitting = [*fitting, *coordinate_descent(best_of(fitting), self.evaluator, more)]
         self.reserved = 0.0
-        most = most_seconds(min(a.seconds for a in fitting), bound)
+        most = slowest(min(a.seconds for a in fitting), bound)
         near = [layout for layout in fitting if layout.seconds <= most]
-        best = smaller(best_of(near), most, self.candidates, self._can_lower)
+        best = fewest(best_of(near), most, self.evaluator, self._can_lower)
         gap = min(1.0, max(self.gaps, default=1.0))
         return dataclasses.replace(best, bound=bound, solver_gap=gap, meshes=self.looked_at)
 
@@ -207,7 +212,7 @@ class _Chooser:
         until, least = self.clock.now() + seconds, math.inf
         for done, mesh in enumerate(meshes):
             share = (until - self.clock.now()) / (len(meshes) - done)
-            least = min(least, self.answers.bound(mesh, self.limit, share))
+            least = min(least, self.model.bound(mesh, self.limit, share))
         return least if math.isfinite(least) else 0.0
 
     def _choices(self, limits: Mapping[MeshShape, float], seconds: float) -> list[ModelAnswer]:
@@ -219,7 +224,7 @@ class _Chooser:
             if found and (share <= 0 or self.clock.guard_left < _LOWERING * self.guard):
                 break
             least = 0.0 if found else _LEAST_SOLVING
-            choice = self.answers.choice(mesh, limit, max(share, least), needed=not found)
+            choice = self.model.choice(mesh, limit, max(share, least), needed=not found)
             if choice is not None:
                 found.append(choice)
             elif found:  # those that follow have as many axes, or more
@@ -236,14 +241,14 @@ class _Chooser:
 
         def more() -> bool:
             in_time = self._can_lower() and self.clock.guard_left > later
-            return in_time and self.clock.now() + self.candidates.lowering_work < until
+            return in_time and self.clock.now() + self.evaluator.lowering_work < until
 
         return more
 
     def _can_lower(self) -> bool:
         """Whether there is time to lower one more layout, and for what comes later."""
-        in_time = self.clock.guard_left > self.candidates.lowering_seconds
-        return in_time and self.clock.left - self.reserved > self.candidates.lowering_work
+        in_time = self.clock.guard_left > self.evaluator.lowering_seconds
+        return in_time and self.clock.left - self.reserved > self.evaluator.lowering_work
 
     def _lowered(self, choices: Sequence[ModelAnswer]) -> list[Layout]:
         """The layouts of the best meshes: nearly all of their answers with few annotations, or else
@@ -254,7 +259,7 @@ class _Chooser:
                 layouts += self._of_answer(choice)
         for choice in choices[:_LOWERED_MESHES]:
             if self._can_lower():
-                layouts.append(self.candidates.of_arguments(choice))
+                layouts.append(AnnotationSearch(self.evaluator, choice).arguments())
         return layouts
 
     def _fits(self, layouts: Sequence[Layout]) -> bool:
@@ -265,14 +270,14 @@ class _Chooser:
         """Layouts that are like an answer. One with all annotations only where few do not hold what
         the model promises."""
         share = _FEW * self.seconds / min(len(self.looked_at), _LOWERED_MESHES)
-        found: list[Layout] = []
-        for layout in Compact(self.candidates, choice).layouts(share):
+        search, found = AnnotationSearch(self.evaluator, choice), list[Layout]()
+        for layout in search.few(share):
             found.append(layout)
             if not self._all_worse_than_model(found, choice) or not self._can_lower():
                 break
         worse = self._all_worse_than_model(found, choice)
         if not self._fits(found) or (worse and self._can_lower()):
-            found.append(self.candidates.of_all(choice))
+            found.append(search.everything())
         return found
 
     def _all_worse_than_model(self, layouts: Sequence[Layout], choice: ModelAnswer) -> bool:
@@ -319,7 +324,7 @@ class _Chooser:
         for chosen in annotations:
             if chosen not in self.tried and more():
                 self.tried.add(chosen)
-                found.append(self.candidates.priced((self.subject.devices,), chosen))
+                found.append(self.evaluator.evaluate((self.subject.devices,), chosen))
         return found
 
     def _too_large(self, least: Layout) -> ValueError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import NamedTuple
 
 # Where work is counted: the seconds of processor time and of wall time that may pass for each
 # second that was given.
@@ -52,3 +53,23 @@ class Clock:
         """Have at least so many seconds of real time from now on."""
         self.wall = max(self.wall, time.monotonic() + seconds)
         self.processor = max(self.processor, time.process_time() + seconds)
+
+
+class Work(NamedTuple):
+    """Seconds of work on a core of an ordinary machine, as they were measured there."""
+
+    lowering: float = 1e-3  # an equation of a program that is lowered
+    propagating: float = 2e-4  # an equation of a program that shardings propagate in
+    model_node: float = 1e-4  # a node of a model that is built
+    presolve_node: float = 2.5e-4  # a node of a problem that is presolved
+    presolve_pair: float = 6e-6  # and a pair of strategies that an edge of it allows
+    sweep: float = 5e-3  # messages along all edges
+    sweep_edge: float = 3e-6  # and along each one
+    sweep_pair: float = 1e-8  # and for each pair of strategies
+    draw: float = 5e-3  # an answer that is drawn
+    pass_edge: float = 2e-5  # an edge of the nodes that a pass optimizes
+    iteration: float = 5e-5  # an iteration of the simplex method
+    iteration_entry: float = 1e-9  # and each entry of its matrix
+
+
+WORK = Work()

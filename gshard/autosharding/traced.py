@@ -168,12 +168,12 @@ def border_ends(edge: Edge, outwards: set[tuple[Any, Any]]) -> tuple[Any, Any]:
 
 
 def border_table(
-    edge: Edge, source: Any, mesh: MeshShape, moved: Floats, optimistic: bool
+    edge: Edge, source: Any, mesh: MeshShape, moved: Floats, slices_stay: bool
 ) -> Floats:
     """What crossing a border costs, by the specs of its two ends in the order of `border_ends`.
 
-    `moved` is what resharding the value outside costs. A scan takes and stacks slices as they are,
-    one in each step: what moves is the slice, inside.
+    `moved` is what resharding the value outside costs. Where `slices_stay`, a scan takes and stacks
+    slices as they are, one in each step: what moves is the slice, inside.
     """
     (outer,), (inner,) = edge.atoms
     more = len(outer.aval.shape) - len(inner.aval.shape)
@@ -184,7 +184,7 @@ def border_table(
     ]
     columns: Ints = np.array([position[spec] for spec in specs], dtype=np.int64)
     crossed = moved[columns].T if source is inner else moved[:, columns]
-    if more and not optimistic:
+    if more and slices_stay:
         outside = np.array(list(position)).reshape(-1, 1, len(mesh))
         stacked = (outside < more) & (outside != NONE)
         same = stacked | (outside == np.array(specs).reshape(1, -1, len(mesh)))

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 import gshard
 from gshard.autosharding.auto import _Chooser, bytes_of
 from gshard.autosharding.cost.model import build
-from gshard.autosharding.cost.rates import Rates
 from gshard.autosharding.cost.specs import mesh_shapes, sharding_of, specs_of
-from gshard.autosharding.layout.annotations import Annotated, AnnotatedInside
+from gshard.autosharding.layout.annotations import AnnotatedInside
 from gshard.autosharding.traced import TracedProgram
-from gshard.capture.inside import TensorSite, places
+from gshard.capture.inside import places
 from gshard.forecast.hardware import hardware
 from tests.oracle import random_array
 
@@ -146,28 +145,6 @@ def test_what_people_try_first_is_tried_before_the_solver(monkeypatch):
     assert layout.seconds <= _seconds(data_parallel, args)
 
 
-def test_meshes():
-    assert mesh_shapes(6) == [(2, 3), (3, 2), (6,)]
-    assert mesh_shapes(8, 3) == [(2, 2, 2), (2, 4), (4, 2), (8,)]
-    assert mesh_shapes(1) == [(1,)]
-
-
-def test_specs_are_shardings():
-    for spec in specs_of((4, 6), (2, 3)):
-        sharding = sharding_of(spec, 2, (2, 3))
-        for dim in range(2):
-            tiles = int(np.prod([n for n, d in zip((2, 3), spec, strict=True) if d == dim]))
-            assert sharding.tiles[dim] == tiles
-
-
-def test_reshards_cost_nothing_where_nothing_is_sent():
-    table = Rates(hardware("h100"), (2, 4)).reshards((64, 64), 4)
-    specs = specs_of((64, 64), (2, 4))
-    for (i, source), (j, target) in itertools.product(enumerate(specs), repeat=2):
-        only_cuts = all(s in (t, -1) for s, t in zip(source, target, strict=True))
-        assert (table[i, j] == 0) == only_cuts
-
-
 @settings(max_examples=3, deadline=None)
 @given(
     batch=st.sampled_from([8, 512, 16384]),
@@ -262,17 +239,3 @@ def test_what_each_annotation_saves_is_what_a_step_takes_without_it():
     assert "saves" in str(layout)
     assert "the runner-up" in layout.explain()
     assert "links: " in layout.explain()
-
-
-def test_equal_layers_are_one_line():
-    """Weights of one shape that are sharded alike are printed once, with their number."""
-    said = [Annotated(f"[0][{n}]['w']", (16, 32), ((), ("a",)), saves=2e-3) for n in range(12)]
-    said.append(Annotated("[0][0]['b']", (32,), (("a",),)))
-    place = TensorSite("model.py:7", "dot_general", False, (8, 32))
-    inside = tuple(AnnotatedInside(place, (n,), (("a",), ())) for n in (0, 3))
-    layout = gshard.Layout({"a": 8}, tuple(said), "h100", 1.0, 1, 1.0, inside=inside)
-    assert str(layout).splitlines()[3:] == [
-        "  [0][0]['w']: (-, a) of 16x32, and 11 more like it, saves 2 ms",
-        "  [0][0]['b']: (a) of 32",
-        "  model.py:7 dot_general 8x32 number 0: (a, -), and 1 more like it",
-    ]

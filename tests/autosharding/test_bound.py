@@ -12,9 +12,9 @@ import gshard
 from benchmarks import auto_cases
 from gshard.autosharding.auto import _Chooser
 from gshard.autosharding.budget import Clock
-from gshard.autosharding.candidates import Candidates
 from gshard.autosharding.cost.rates import distinct_meshes
 from gshard.autosharding.cost.specs import sharding_of, specs_of
+from gshard.autosharding.evaluate import Evaluator
 from gshard.autosharding.layout.annotations import Annotated, AnnotatedInside, dims_of
 from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import hardware
@@ -26,16 +26,16 @@ def struct(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def candidates_of(fn, args, devices, machine=MACHINE, seconds=60.0, **keywords):
+def evaluator_of(fn, args, devices, machine=MACHINE, seconds=60.0, **keywords):
     """What lowers layouts of a program, with so many seconds of work."""
     subject = TracedProgram.of(fn, args, devices)
-    return Candidates(subject, machine, machine.memory, keywords, Clock(600.0, seconds))
+    return Evaluator(subject, machine, machine.memory, keywords, Clock(600.0, seconds))
 
 
 def bound_of(fn, args, devices=8, seconds=60.0, meshes=None, machine=MACHINE, **keywords):
     """The bound over some meshes, or all, each solved for its part of these seconds of work."""
-    candidates = candidates_of(fn, args, devices, machine, seconds, **keywords)
-    chooser = _Chooser(candidates.subject, candidates, machine, machine.memory, candidates.clock)
+    evaluator = evaluator_of(fn, args, devices, machine, seconds, **keywords)
+    chooser = _Chooser(evaluator.subject, evaluator, machine, machine.memory, evaluator.clock)
     return chooser._bound(meshes or distinct_meshes(machine, devices), seconds)
 
 
@@ -122,18 +122,18 @@ def test_the_best_of_all_layouts_of_a_few_programs(program, devices):
     _check(program, devices)
 
 
-def _layout(data, candidates, devices):
+def _layout(data, evaluator, devices):
     """Any layout: arguments and up to three tensors inside are annotated, or none."""
-    mesh = data.draw(st.sampled_from(distinct_meshes(candidates.machine, devices)))
+    mesh = data.draw(st.sampled_from(distinct_meshes(evaluator.machine, devices)))
 
     def dims(shape):
         return dims_of(data.draw(st.sampled_from(specs_of(shape, mesh))), len(shape))
 
-    arguments = tuple(Annotated(path, s, dims(s)) for path, s in candidates.subject.paths)
-    made = sorted({place for place, _ in candidates.places.values() if place.shape}, key=str)
+    arguments = tuple(Annotated(path, s, dims(s)) for path, s in evaluator.subject.paths)
+    made = sorted({place for place, _ in evaluator.places.values() if place.shape}, key=str)
     chosen = data.draw(st.lists(st.sampled_from(made), max_size=3, unique=True))
     inside = tuple(AnnotatedInside(place, None, dims(place.shape)) for place in chosen)
-    return candidates.priced(mesh, arguments, inside)
+    return evaluator.evaluate(mesh, arguments, inside)
 
 
 def _check_layouts(program, name, devices, data, count, **keywords):
@@ -141,9 +141,9 @@ def _check_layouts(program, name, devices, data, count, **keywords):
     _, fn, args = program
     machine = hardware(name)
     bound = bound_of(fn, args, devices, machine=machine, **keywords)
-    candidates = candidates_of(fn, args, devices, machine, **keywords)
+    evaluator = evaluator_of(fn, args, devices, machine, **keywords)
     for _ in range(count):
-        layout = _layout(data, candidates, devices)
+        layout = _layout(data, evaluator, devices)
         assert bound <= layout.seconds * (1 + 1e-9), (program[0], name, str(layout))
 
 

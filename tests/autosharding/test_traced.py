@@ -8,6 +8,9 @@ import pytest
 from jax.experimental import io_callback
 
 import gshard
+from gshard.autosharding.traced import border_ends, leaving_borders
+from gshard.propagation.flow import Flow
+from tests.autosharding.test_bound import struct
 
 
 def _line_of(fn, text):
@@ -66,3 +69,28 @@ def test_what_stays_inside_a_function_is_no_effect():
 
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     assert gshard.auto(inner, w, w, devices=8, hardware="h100", seconds=5.0).seconds > 0
+
+
+def test_values_flow_into_a_loop_to_its_next_run_and_out_of_it():
+    """A loop in a loop, whose results are the outer body's."""
+
+    def fn(x, ws):
+        def body(c, w):
+            return jax.lax.scan(lambda c, v: (c * v, c + v), c, w)
+
+        return jax.lax.scan(body, x, ws)
+
+    flat = jax.make_jaxpr(fn)(struct(16), struct(3, 2, 16))
+    flow = Flow(flat.jaxpr, 8)
+    outwards = leaving_borders(flat)
+    found = {border_ends(edge, outwards) for edge in flow.edges if edge.eqn is None}
+    (outer,) = flat.eqns
+    body = outer.params["jaxpr"].jaxpr
+    (inner,) = body.eqns
+    last = inner.params["jaxpr"].jaxpr
+    expected = set()
+    for loop, inside in ((outer, body), (inner, last)):
+        (first, each), (carry, slices) = loop.invars, inside.invars
+        (end, stack), (again, made) = loop.outvars, inside.outvars
+        expected |= {(first, carry), (each, slices), (again, carry), (carry, end), (made, stack)}
+    assert found == expected

@@ -7,7 +7,7 @@ import pytest
 import gshard
 from benchmarks.auto_differences import differences, table
 from gshard.autosharding.budget import Clock
-from gshard.autosharding.candidates import Candidates
+from gshard.autosharding.evaluate import Evaluator
 from gshard.autosharding.layout.annotations import Annotated
 from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import hardware
@@ -28,8 +28,8 @@ def layout():
     """Rows are split, and gradients where they are summed."""
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 1024, 1024), (16_384, 1024))]
     subject = TracedProgram.of(step, tuple(args), 8)
-    candidates = Candidates(subject, MACHINE, MACHINE.memory, {}, Clock(60.0))
-    return candidates.priced((8,), (Annotated("[1]", (16_384, 1024), (("a",), ())),))
+    evaluator = Evaluator(subject, MACHINE, MACHINE.memory, {}, Clock(60.0))
+    return evaluator.evaluate((8,), (Annotated("[1]", (16_384, 1024), (("a",), ())),))
 
 
 def test_lines_add_up_to_the_forecast(layout):

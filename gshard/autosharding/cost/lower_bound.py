@@ -1,16 +1,17 @@
-"""The parts of a lower bound: shared moves, shared latencies, and the copies of exchanges.
+"""A lower bound: prices that no lowered program undercuts, and the model of a program with them.
 
-Operators that need a tensor in the same form share one move, and a form may be made from another
-one on the way. Whatever a lowered program shares, it pays for the most expensive move of a tensor.
+Wherever a lowered program may share, combine, postpone or avoid communication, the least that can
+be left of it is charged, and only arguments are known to hold memory.
 
-Small collectives of a loop's body can be combined into one, but not with those of another body.
-Every iteration pays at least one latency if it reduces anything, and one more if it gathers
-anything: an AllReduce does both, for the latencies of both.
-
-An AllToAll sends and receives pieces that are contiguous. What a matrix product wrote is transposed
-for it unless the dim that is to be split comes first, and what arrives is transposed for the
-product that reads it unless the dim that was split does. A program's own transpose between the two
-products replaces one of these. Pointwise operators would do the same on the way, at no cost.
+- Operators that need a tensor in the same form share one move, and a form may be made from another
+  one on the way. Whatever a program shares, it pays for the most expensive move of a tensor.
+- A transposed value is moved before or after it is transposed: its readers are readers of the value
+  that it is a view of.
+- Small collectives of a loop's body can be combined into one, but not with those of another body.
+  Every iteration pays at least one latency if it reduces anything, and one more if it gathers
+  anything: an AllReduce does both, for the latencies of both.
+- An AllToAll between two matrix products comes with copies (`transposes`). Pointwise operators
+  would make them on the way, at no cost.
 """
 
 from __future__ import annotations
@@ -22,15 +23,252 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
 
-from gshard.autosharding.cost.specs import NONE, MeshShape, Spec, local_shape
+from gshard.autosharding.cost.model import Holding, MeshProblem, ModelBuilder
+from gshard.autosharding.cost.rates import Axes, LowerBoundRates, PartialSum
+from gshard.autosharding.cost.specs import (
+    NONE,
+    MeshShape,
+    Spec,
+    local_elements,
+    specs_of,
+    transposes,
+)
+from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Shares, Strategy, name_of
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints
+from gshard.forecast.hardware import Hardware
+from gshard.forecast.ops import PRODUCTS
 from gshard.graph.regions import bodies
 from gshard.propagation.flow import Edge
+from gshard.rules.base.rule import Rule
 
 # Specs of a tensor up to which its moves have a node; of more, each reader pays an equal share.
 _MOST_SHARED_SPECS = 16
+
+REDUCING, GATHERING = "reducing", "gathering"
+
+# Specs of a tensor up to which its gathers have a node: those over one axis. With more the solver
+# does not finish in time.
+_MOST_GATHERED_SPECS = 8
+
+# The share of a step that the latencies of a body take, to be counted: they make problems harder.
+_COUNTED = 2e-4
+
+
+def build_lower_bound(
+    flat: ClosedJaxpr,
+    mesh: MeshShape,
+    hardware: Hardware,
+    limit: float,
+    returned: Sequence[tuple[int, int]] = (),
+) -> MeshProblem:
+    """The problem whose least cost is a lower bound of the forecasts of all layouts over a mesh."""
+    prices = LowerBoundPrices(flat.jaxpr, mesh, hardware)
+    return LowerBoundBuilder(flat, prices, limit, fused_on=math.prod(mesh)).built(returned)
+
+
+class LowerBoundPrices(OperatorPrices):
+    """Prices of operators that no lowered program undercuts."""
+
+    def __init__(self, jaxpr: Jaxpr, mesh: MeshShape, hardware: Hardware) -> None:
+        super().__init__(jaxpr, mesh, hardware)
+        alone = hardware.compiler != "cpu"  # XLA for CPUs combines all-reduces of any size
+        largest = hardware.cost_model.largest_combined if alone else math.inf
+        self.least = LowerBoundRates(hardware, mesh, largest)
+        self.least_combined = LowerBoundRates(hardware, mesh, math.inf)
+
+    def moves(self, share: float = 1.0) -> LowerBoundRates:
+        """What moves take, of values of which this share moves: what is smaller may be combined."""
+        return self.least if share == 1.0 else self.least_combined
+
+    def sums(self, shape: tuple[int, ...]) -> LowerBoundRates:
+        """What sums take, without the latencies of small ones."""
+        return self.least
+
+    def rounded(self, amounts: Any) -> Any:
+        """Round down to integers."""
+        return np.floor(amounts)
+
+    def reads_any_split(self, rule: Rule) -> bool:
+        """Any rule of its own is taken to partition an operator along all dims, for free."""
+        return rule.ways is not None or not rule.by_factors
+
+    def sent_inside(self, edge: Edge, strategy: Strategy) -> float:
+        """Nothing."""
+        return 0.0
+
+    def into_result(
+        self, made: Sequence[Spec], partial: Sequence[Axes], atom: Any, share: float
+    ) -> Floats:
+        """Seconds to reduce a tensor; the few bytes of a scalar are left out."""
+        if atom.aval.shape:
+            return super().into_result(made, partial, atom, share)
+        return np.zeros((len(made), 1))
+
+    def latencies(self, edge: Edge, shares: Shares) -> tuple[Floats, list[Floats]]:
+        """The latency to reduce the small results of an operator, by strategy, and tables of the
+        latencies to gather each result again that is reduced, by strategies and specs."""
+        strategies = self.strategies(edge)
+        reducing, gathering = np.zeros(len(strategies)), []
+        for atom, dims, share in zip(edge.atoms[1], edge.factors.results, shares[1], strict=True):
+            if not hasattr(atom.aval, "shape"):
+                gathering.append(np.zeros((len(strategies), 1)))
+                continue
+            shape, itemsize, position = self.specs(atom)
+            needed = np.zeros((len(strategies), len(position)))
+            for i, strategy in enumerate(strategies):
+                over = self.partial_axes(edge, strategy)
+                left = PartialSum(shape, itemsize, self.spec(strategy, dims), over, share)
+                specs = [spec for spec in left.reduced_specs() if spec in position]
+                if not (own := self.least.reducing(left)):
+                    continue
+                reducing[i] = max(reducing[i], own)
+                for spec in specs:
+                    needed[i, position[spec]] = self.least.gathering(self._copied_axes(over, spec))
+            gathering.append(self.rounded(needed * edge.runs * PICO))
+        return self.rounded(reducing * edge.runs * PICO), gathering
+
+    def _copied_axes(self, axes: Sequence[int], spec: Spec) -> Axes:
+        """Those of some axes, with several devices, along which a spec has copies."""
+        return tuple(a for a in sorted(axes) if self.mesh[a] > 1 and spec[a] == NONE)
+
+    def gathered(self, edge: Edge, number: int) -> Floats:
+        """The latencies with which an operand is gathered, where that is small: by strategy and by
+        the spec that it is gathered from."""
+        shape, itemsize, position = self.specs(edge.atoms[0][number])
+        dims = edge.factors.operands[number]
+        wanted = np.array([self.spec(s, dims) for s in self.strategies(edge)])[:, None]
+        own = np.array(list(position))[None]
+        left = (own != NONE) & (wanted == NONE)
+        cut = np.where(own == NONE, wanted, np.where(wanted == NONE, NONE, own)) != NONE
+        sizes = math.prod(shape) * itemsize / np.where(cut, self.mesh, 1).prod(-1)
+        found, nowhere = np.zeros(left.shape[:2]), (NONE,) * len(self.mesh)
+        for i, j in zip(*np.nonzero(left.any(-1) & (sizes <= self.least.largest)), strict=True):
+            axes = np.flatnonzero(left[i, j]).tolist()
+            found[i, j] = self.least.gathering(self._copied_axes(axes, nowhere))
+        return np.asarray(self.rounded(found * edge.runs * PICO))
+
+    def transposed(self, edge: Edge, number: int, dims: Sequence[int] | None) -> Floats:
+        """Seconds of the copies that come with exchanges of an operand (`transposes`)."""
+        shape, itemsize, position = self.specs(edge.atoms[0][number])
+        made = [self.spec(s, edge.factors.operands[number]) for s in self.strategies(edge)]
+        counts = np.array(
+            [[transposes(shape, dims, own, m, self.mesh) for own in position] for m in made]
+        )
+        sizes = [[local_elements(shape, own, self.mesh) for own in position]]
+        return self.rounded(2 * counts * sizes * itemsize * edge.runs / self.bandwidth * PICO)
+
+
+class LowerBoundBuilder(ModelBuilder):
+    """The model of a program with these prices: what may be shared is paid once."""
+
+    prices: LowerBoundPrices
+    slices_stay = False
+
+    def __init__(
+        self, flat: ClosedJaxpr, prices: LowerBoundPrices, limit: float, fused_on: int
+    ) -> None:
+        super().__init__(flat, prices, limit, fused_on=fused_on)
+        self.shared, self.latencies = SharedMoves(), Latencies(flat.jaxpr)
+        # Of what is transposed the value itself, and which of its dims each dim is.
+        self.sources: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        self.products: set[Any] = set()  # results of matrix products
+        for edge in self.flow.edges:
+            if name_of(edge) in PRODUCTS:
+                self.products.update(edge.atoms[1])
+            if edge.eqn is not None and is_transpose(edge):
+                (operand,), (result,) = edge.atoms
+                source, dims = self.source(operand)
+                order = edge.eqn.params["permutation"]
+                self.sources[result] = source, tuple(dims[d] for d in order)
+        self.smaller: dict[Any, float] = {}  # share of an unreduced value that is reduced
+        for edge in reversed(self.flow.edges):
+            for atom in edge.atoms[0]:
+                if not isinstance(atom, Literal) and atom in self.flow.shares and edge.atoms[1]:
+                    self._postpone(atom, edge.atoms[1][0])
+
+    def _postpone(self, var: Any, result: Any) -> None:
+        size, after = (max(v.aval.size, 1) for v in (var, result))
+        left = min(1.0, after / size) * self.smaller.get(result, 1.0)
+        self.smaller[var] = min(left, self.smaller.get(var, 1.0))
+
+    def source(self, var: Any) -> tuple[Any, tuple[int, ...]]:
+        """The value that a transposed one is a view of, and which of its dims each dim is."""
+        return self.sources.get(var, (var, tuple(range(len(var.aval.shape)))))
+
+    def columns(self, var: Any) -> Ints:
+        """For each spec of the source of a value, the number of the value's own spec."""
+        source, dims = self.source(var)
+        position = {
+            tuple(at if at == NONE else dims[at] for at in spec): number
+            for number, spec in enumerate(specs_of(var.aval.shape, self.mesh))
+        }
+        specs = specs_of(source.aval.shape, self.mesh)
+        return np.array([position[spec] for spec in specs], dtype=np.int64)
+
+    def add_argument(self, var: Any) -> None:
+        """An argument costs nothing by itself."""
+
+    def starts(self) -> int:
+        """Products stay apart; anything else may be fused."""
+        made = (e for e in self.flow.edges if name_of(e) in PRODUCTS)
+        return sum(e.runs for e in made if not self.work.of(e.eqn).repeated)
+
+    def shares(self, edge: Edge) -> Shares:
+        """Partial sums are reduced in their smallest form."""
+        operands, results = super().shares(edge)
+        smaller = (self.smaller.get(a, 1.0) for a in edge.atoms[1])
+        return operands, tuple(own * s for own, s in zip(results, smaller, strict=True))
+
+    def holdings(self, length: int) -> list[Holding]:
+        """Arguments alone."""
+        arguments = (var for var in self.flat.jaxpr.invars if var in self.nodes)
+        return [(self.nodes[var], 0, length, self.local_bytes(var)) for var in arguments]
+
+    def add_operator(self, edge: Edge, node: int, shares: Shares) -> None:
+        """The latencies of an operator's small sums."""
+        reducing, gathering = self.prices.latencies(edge, shares)
+        self.latencies.add(edge, node, REDUCING, reducing)
+        for atom, needed in zip(edge.atoms[1], gathering, strict=True):
+            if self.nodes.get(atom, -1) >= 0:
+                self.latencies.add_read(edge, atom, node, needed)
+            else:
+                self.latencies.add(edge, node, GATHERING, needed[:, 0])
+
+    def add_operand(self, edge: Edge, number: int, reader: int, table: Floats) -> None:
+        """A read, with the copies of exchanges between products on GPUs, and the latency of small
+        gathers of an operand that is made in the same body. One that can be computed from narrower
+        values need not be gathered."""
+        if is_transpose(edge):
+            return  # who reads the result counts
+        var = edge.atoms[0][number]
+        source, dims = self.source(var)
+        between = source in self.products and name_of(edge) in PRODUCTS
+        if self.hardware.compiler == "gpu" and between:
+            view = None if var is source else dims
+            table = table + self.prices.transposed(edge, number, view)
+        self.add_read(var, reader, table)
+        if self.latencies.is_near(source, edge.eqn) and self.moved(var) == 1.0:
+            gathered = self.prices.gathered(edge, number)[:, self.columns(var)]
+            self.latencies.add_read(edge, source, reader, gathered)
+
+    def add_read(self, var: Any, reader: int, table: Floats) -> None:
+        """A node that reads a tensor: all of them pay together for the most expensive move."""
+        source, _ = self.source(var)
+        self.shared.add(source, reader, table[:, self.columns(var)])
+
+    def finish(self) -> None:
+        """Add shared moves and latencies, when all readers are known."""
+        self.shared.write(self.nodes, self.costs, self.edges)
+        self.latencies.write(self.nodes, self.costs, self.edges)
+
+
+def is_transpose(edge: Edge) -> bool:
+    """Whether an operator makes another view of its operand."""
+    literal = isinstance(edge.atoms[0][0], Literal) if edge.atoms[0] else True
+    return edge.eqn is not None and edge.eqn.primitive is p.transpose_p and not literal
 
 
 @dataclasses.dataclass
@@ -92,16 +330,6 @@ def _levels(tables: list[Floats]) -> tuple[Ints, Floats]:
     return np.array(own, dtype=np.int64), np.array(level)
 
 
-REDUCING, GATHERING = "reducing", "gathering"
-
-# Specs of a tensor up to which its gathers have a node: those over one axis. With more the solver
-# does not finish in time.
-_MOST_GATHERED_SPECS = 8
-
-# The share of a step that the latencies of a body take, to be counted: they make problems harder.
-_COUNTED = 2e-4
-
-
 class Latencies:
     """The small collectives of each body: nodes, and the latency that each strategy needs."""
 
@@ -159,25 +387,3 @@ class Latencies:
             for other, found in needs:
                 paid = found[:, None] <= levels
                 edges.append((other, node, np.where(paid, 0.0, FORBIDDEN)))
-
-
-def transposes(
-    shape: tuple[int, ...], dims: Sequence[int] | None, here: Spec, there: Spec, mesh: MeshShape
-) -> int:
-    """How often the tiles of a tensor are copied to get it from one spec to another.
-
-    `dims` are given of a tensor that is transposed from what a product wrote: the dims of that one.
-    Several axes that move between the same dims are one exchange.
-    """
-    ends = zip(here, there, mesh, strict=True)
-    changed = {(own, other) for own, other, size in ends if size > 1 and own != other}
-    if len(changed) != 1 or NONE in (found := changed.pop()):
-        return 0
-    given, taken = found
-    sent, received = local_shape(shape, here, mesh), local_shape(shape, there, mesh)
-    written = range(len(shape)) if dims is None else dims
-    leads = math.prod(n for n, d in zip(sent, written, strict=True) if d < written[taken]) == 1
-    stays = math.prod(received[:given]) == 1
-    if dims is None:
-        return (not leads) + (not stays)
-    return int(not (leads or stays))

@@ -5,9 +5,12 @@ factors. An operator decides how it wants its operands, which are resharded for 
 results are; a reduced factor that is split leaves partial sums, which are added up in full or only
 where the result is to be held.
 
-There are two ways to price a program. The likely one is for finding layouts. The optimistic one
-is for bounds: wherever a lowered program may share, combine, postpone or avoid communication, the
-least that can be left of it is charged (`Sharing`), and only arguments are known to hold memory.
+Shared copies: a tensor is resharded once for several readers (a weight gathered for both passes).
+Where copies break the memory limit (`uncounted`), they are counted as long as they are read: then a
+strategy is a pair, of the tensor's spec and the copy's, since a copy that is the tensor itself
+takes nothing. That makes problems larger, so that it is done for the copies that matter.
+
+The prices are likely ones, for finding layouts; `lower_bound` overrides them.
 """
 
 from __future__ import annotations
@@ -15,28 +18,108 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
 
-from gshard.autosharding.cost.forms import Form, Forms, reads_form
-from gshard.autosharding.cost.lower_bound import GATHERING, REDUCING, Latencies, SharedMoves
-from gshard.autosharding.cost.sharing import Sharing, is_transpose, name_of
-from gshard.autosharding.cost.specs import MeshShape, Spec, local_elements, sharding_of, specs_of
-from gshard.autosharding.cost.strategies import PICO, Priced, Tables
+from gshard.autosharding.cost.specs import NONE, MeshShape, local_elements, sharding_of, specs_of
+from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Priced, Shares, name_of
 from gshard.autosharding.cost.work import FusedWork
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints, MemoryModel, Problem, unite
 from gshard.autosharding.traced import border_ends, border_table, leaving_borders
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.ops import PRODUCTS
 from gshard.propagation.flow import Edge, Flow
 from gshard.tensors.tile import Identity, byte_size
 
-# Of two layouts that take as long, the one that holds less of its arguments is better: holding one
-# counts as reading this part of it.
+# Between two layouts that take as long, the one that holds less of its arguments is better: holding
+# an argument counts as reading this part of it.
 _HELD = 0.01
+
+
+# A tensor is large if all of it takes this share of the memory limit.
+_LARGE = 1 / 200
+
+# Specs of a tensor up to which all pairs of them are strategies.
+_MOST_SPECS = 16
+
+Holding = tuple[int, int, int, Floats]  # node, start, stop, bytes by strategy
+
+
+@dataclasses.dataclass
+class SharedCopy:
+    """A copy of a tensor for its readers: the specs of the two by strategy, and when it is read."""
+
+    own: Ints
+    read: Ints
+    paired: bool  # whether strategies are pairs, so that the copy is counted
+    first: int
+    last: int = 0
+    node: int = -1
+
+    def table(self, by_spec: Floats) -> Floats:
+        """The table of an operator with a column for each strategy; `by_spec` has one for each
+        spec. Where the copy counts, it is what the operator reads: nothing is sent after it."""
+        table = by_spec[:, self.read]
+        closed = self.paired and by_spec.shape[1] <= _MOST_SPECS
+        return np.where(table > 0, FORBIDDEN, table) if closed else table
+
+    def held(self, sizes: Floats) -> Floats:
+        """The bytes of the copy by strategy, where the sizes of the tensor are by spec."""
+        return np.where(self.own == self.read, 0.0, sizes[self.read])
+
+
+class SharedCopies:
+    """Which tensors of a program have a copy for the operators that read them."""
+
+    def __init__(
+        self, flow: Flow, mesh: MeshShape, limit: float, paired: Collection[Any] = ()
+    ) -> None:
+        self.mesh, self.limit, self.paired = mesh, limit, paired
+        self.readers: Counter[Any] = Counter()
+        for edge in flow.edges:
+            self.readers.update(a for a in _operands(edge) if reads_copy(edge))
+        self.found: dict[Any, SharedCopy] = {}
+
+    def is_large(self, size: float) -> bool:
+        """Whether so many bytes count in the memory limit."""
+        return size > _LARGE * self.limit
+
+    def of(self, var: Any, place: int) -> SharedCopy | None:
+        """The copy of a tensor, read at this place; None where operators read the tensor itself."""
+        shape, paired = var.aval.shape, var in self.paired
+        if self.readers[var] < 2 and not self.is_large(byte_size(shape, var.aval.dtype)):
+            return None
+        if var not in self.found:
+            every = np.arange(len(specs_of(shape, self.mesh)))
+            own, read = _pairs(shape, self.mesh) if paired else (every, every)
+            self.found[var] = SharedCopy(own, read, paired, place)
+        self.found[var].last = place
+        return self.found[var]
+
+
+def reads_copy(edge: Edge) -> bool:
+    """Whether an operator reads a copy of its operands: pointwise ones take them as they are."""
+    return edge.level > 0 or (edge.eqn is not None and edge.eqn.primitive is p.transpose_p)
+
+
+def _operands(edge: Edge) -> set[Any]:
+    return {a for a in edge.atoms[0] if not isinstance(a, Literal)}
+
+
+def _pairs(shape: tuple[int, ...], mesh: MeshShape) -> tuple[Ints, Ints]:
+    """Specs and copies: all of them, or where these are many the tensor itself and what is gathered
+    from it along some axes."""
+    specs = np.array(specs_of(shape, mesh)).reshape(-1, len(mesh))
+    own, read = np.broadcast_arrays(specs[:, None], specs[None])
+    if len(specs) <= _MOST_SPECS:
+        own, read = np.nonzero(np.ones(own.shape[:2], dtype=bool))
+    else:
+        own, read = np.nonzero(((own == read) | (read == NONE)).all(axis=2))
+    return own, read
 
 
 @dataclasses.dataclass
@@ -45,10 +128,8 @@ class MeshProblem:
 
     mesh: MeshShape
     problem: Problem
-    arguments: list[int]  # the nodes of the arguments; -1 for scalars
-    shapes: list[tuple[int, ...]]
     nodes: dict[Any, int]  # the nodes of all tensors
-    forms: Mapping[Any, Form]  # those in which operators read tensors
+    copies: Mapping[Any, SharedCopy]  # of tensors, that several operators read
     sizes: Callable[[Any], Floats]  # the bytes of a tensor by spec
     operators: dict[int, JaxprEqn]  # the equations of operators, by node
 
@@ -57,19 +138,12 @@ class MeshProblem:
         memory = self.problem.memory
         free = memory.limit - memory.profile(answer)
         copies = []
-        for var, form in self.forms.items():
+        for var, form in self.copies.items():
             own, read = answer[self.nodes[var]], form.read[answer[form.node]]
             if not form.paired and own != read:
                 copies.append((var, form, self.sizes(var)[read]))
                 free[form.first : form.last + 1] -= copies[-1][2]
         return {v for v, form, _ in copies if (free[form.first : form.last + 1] < 0).any()}
-
-    def specs(self, answer: Ints) -> list[Spec | None]:
-        """The specs of the arguments that an answer chooses."""
-        return [
-            None if node < 0 else specs_of(shape, self.mesh)[answer[node]]
-            for node, shape in zip(self.arguments, self.shapes, strict=True)
-        ]
 
 
 def build(
@@ -78,7 +152,6 @@ def build(
     hardware: Hardware,
     limit: float,
     returned: Sequence[tuple[int, int]] = (),
-    optimistic: bool = False,
     paired: Collection[Any] = (),
     donated: bool = False,
 ) -> MeshProblem:
@@ -88,34 +161,36 @@ def build(
     next call, and is resharded for it where the two differ, and takes its place if it is `donated`.
     `paired` are tensors whose copies count in the limit.
     """
-    builder = _Builder(flat, mesh, hardware, limit, optimistic)
-    builder.forms.paired = paired
-    return builder.built(returned, donated)
+    prices = OperatorPrices(flat.jaxpr, mesh, hardware)
+    return ModelBuilder(flat, prices, limit, paired, donated).built(returned)
 
 
 @functools.lru_cache(maxsize=4)
 def _read(
-    flat: ClosedJaxpr, devices: int, hardware: Hardware, optimistic: bool
-) -> tuple[Flow, FusedWork, Sharing]:
+    flat: ClosedJaxpr, devices: int, hardware: Hardware, fused_on: int
+) -> tuple[Flow, FusedWork]:
     """What is the same on all meshes."""
-    flow = Flow(flat.jaxpr, devices)
-    return flow, FusedWork(flat.jaxpr, hardware, devices, optimistic), Sharing(flow, optimistic)
+    return Flow(flat.jaxpr, devices), FusedWork(flat.jaxpr, hardware, devices, fused_on)
 
 
-class _Builder:
+class ModelBuilder:
+    """Builds the problem of a program from the prices of its operators."""
+
+    slices_stay = True  # a scan takes and stacks slices as they are: what moves is the slice
+
     def __init__(
         self,
         flat: ClosedJaxpr,
-        mesh: MeshShape,
-        hardware: Hardware,
+        prices: OperatorPrices,
         limit: float,
-        optimistic: bool,
+        paired: Collection[Any] = (),
+        donated: bool = False,
+        fused_on: int = 1,
     ) -> None:
-        self.flat, self.mesh, self.hardware = flat, mesh, hardware
-        self.limit, self.optimistic = limit, optimistic
-        self.tables = Tables(flat.jaxpr, mesh, hardware, optimistic)
-        self.flow, self.touched, self.sharing = _read(flat, math.prod(mesh), hardware, optimistic)
-        self.forms = Forms(self.flow, mesh, limit)
+        self.flat, self.prices, self.limit, self.donated = flat, prices, limit, donated
+        self.mesh, self.hardware = prices.mesh, prices.hardware
+        self.flow, self.work = _read(flat, math.prod(self.mesh), self.hardware, fused_on)
+        self.copies = SharedCopies(self.flow, self.mesh, limit, paired)
         self.outwards = leaving_borders(flat)
         self.costs: list[Floats] = []
         self.edges: list[tuple[int, int, Floats]] = []
@@ -123,93 +198,90 @@ class _Builder:
         self.known: dict[Any, Priced] = {}  # operators that are alike
         self.operators: dict[int, JaxprEqn] = {}
         self.states: dict[Any, Any] = {}  # the arguments of the next step that results are
-        self.donated = False  # whether these take the place of this step's
         self.waiting: list[tuple[int, int, Floats]] = []  # partial sums, by operator and place
-        self.dearest, self.latencies = SharedMoves(), Latencies(flat.jaxpr)
         self.made: dict[Any, int] = {}
         self.used: dict[Any, int] = {}
 
-    def _kind(self, edge: Edge) -> Any:
-        """All that the costs of an operator depend on."""
-        atoms = [a for side in edge.atoms for a in side if not isinstance(a, Literal)]
-        shapes = tuple((a.aval.shape, byte_size((), a.aval.dtype)) for a in atoms)
-        touches, shares = self.touched.of(edge.eqn), self.sharing.of(edge)
-        return Identity(edge.factors), shapes, edge.runs, name_of(edge), touches, shares
-
-    def built(self, returned: Sequence[tuple[int, int]], donated: bool) -> MeshProblem:
+    def built(self, returned: Sequence[tuple[int, int]]) -> MeshProblem:
         """The finished problem."""
         arguments = list(self.flat.jaxpr.invars)
         for var in arguments:
             self.made[var] = 0
-            if self._node(var) >= 0 and not self.optimistic:
-                self._copied(var, _HELD)
+            if self._node(var) >= 0:
+                self.add_argument(var)
         for edge in self.flow.edges:
             if edge.eqn is None:
                 self._border(edge)
             else:
                 self._operator(edge)
-        for var, times in self.touched.copied.items():
+        for var, times in self.work.copied.items():
             self._copied(var, times)
         for var in self.flow.annotations:
             self._fix(var)
-        self.donated = donated
         for result, argument in returned:
             self._tie(self.flat.jaxpr.outvars[result], arguments[argument])
-        self.dearest.write(self.nodes, self.costs, self.edges)
-        self.latencies.write(self.nodes, self.costs, self.edges)
+        self.finish()
         edges = unite(self.edges, self.costs)
-        nodes = [self.nodes.get(var, -1) for var in arguments]
-        shapes = [getattr(var.aval, "shape", ()) for var in arguments]
         efficiency = self.hardware.efficiency
-        made = (e for e in self.flow.edges if name_of(e) in PRODUCTS)
-        products = sum(e.runs for e in made if not self.touched.of(e.eqn).repeated)
-        starts = products if self.optimistic else self.touched.starts  # products stay apart
-        constant = float(
-            self.tables.rounded(
-                (starts * efficiency.operator_seconds + efficiency.step_seconds) * PICO
-            )
-        )
-        problem = Problem(tuple(self.costs), tuple(edges), self._memory(), constant)
+        starting = self.starts() * efficiency.operator_seconds + efficiency.step_seconds
+        constant = float(self.prices.rounded(starting * PICO))
+        length = len(self.flow.edges) + 2
+        memory = MemoryModel.of(self.holdings(length), np.full(length, float(self.limit)))
         return MeshProblem(
             self.mesh,
-            problem,
-            nodes,
-            shapes,
+            Problem(tuple(self.costs), tuple(edges), memory, constant),
             self.nodes,
-            self.forms.found,
-            self._local_bytes,
+            self.copies.found,
+            self.local_bytes,
             self.operators,
         )
 
-    def _memory(self) -> MemoryModel:
+    def add_argument(self, var: Any) -> None:
+        """What an argument costs by itself."""
+        self._copied(var, _HELD)
+
+    def finish(self) -> None:
+        """Add what can be added when all operators are known."""
+
+    def starts(self) -> int:
+        """How many operators a device starts."""
+        return self.work.starts
+
+    def shares(self, edge: Edge) -> Shares:
+        """The part of each operand's move, and of each result's sum, that an operator pays."""
+        operands = tuple(1.0 if isinstance(a, Literal) else self.moved(a) for a in edge.atoms[0])
+        return operands, tuple(self.flow.shares.get(a, 1.0) for a in edge.atoms[1])
+
+    def moved(self, var: Any) -> float:
+        """The part of a value that has to move for who reads it."""
+        return self.flow.narrow.get(var, 1.0)
+
+    def holdings(self, length: int) -> list[Holding]:
         """What is held: arguments and results for the entire step, other values while in use; and
         of what moves the other end too, copies while they are read and sums until they are taken.
         """
-        last = len(self.flow.edges) + 1
         leaving = {v for v in self.flat.jaxpr.outvars if not isinstance(v, Literal)}
         arguments = set(self.flat.jaxpr.invars)
-        slack = 1.0 if self.optimistic else self.hardware.efficiency.slack  # of temporaries
-        holdings: list[tuple[int, int, int, Floats]] = []
+        slack = self.hardware.efficiency.slack  # of temporaries
+        found: list[Holding] = []
         for var, node in self.nodes.items():
-            sizes = self._local_bytes(var)
-            if var in arguments:
-                holdings.append((node, 0, last + 1, sizes))
-            elif var in self.states and not self.optimistic:
+            sizes = self.local_bytes(var)
+            if var in self.states and var not in arguments:
                 if not self.donated:  # it is returned as its argument is sharded
-                    holdings.append((self.nodes[self.states[var]], 0, last + 1, sizes))
-            elif var in leaving and not self.optimistic:
-                holdings.append((node, 0, last + 1, sizes))
-            elif not self.optimistic and var in self.touched.stored:
+                    found.append((self.nodes[self.states[var]], 0, length, sizes))
+            elif var in arguments or var in leaving:
+                found.append((node, 0, length, sizes))
+            elif var in self.work.stored:
                 start, stop = self.made.get(var, 0), self.used.get(var, 0) + 1
-                holdings.append((node, start, min(stop, last + 1), slack * sizes))
-        for var, form in self.forms.found.items():
-            if form.paired:
-                held = slack * form.held(self._local_bytes(var))
-                holdings.append((form.node, form.first, form.last + 1, held))
-        holdings += [(node, place, place + 1, slack * held) for node, place, held in self.waiting]
-        return MemoryModel.of(holdings, np.full(last + 1, float(self.limit)))
+                found.append((node, start, min(stop, length), slack * sizes))
+        for var, copy in self.copies.found.items():
+            if copy.paired:
+                held = slack * copy.held(self.local_bytes(var))
+                found.append((copy.node, copy.first, copy.last + 1, held))
+        return found + [(node, at, at + 1, slack * held) for node, at, held in self.waiting]
 
-    def _local_bytes(self, var: Any) -> Floats:
+    def local_bytes(self, var: Any) -> Floats:
+        """The bytes of a tile of a tensor, by spec."""
         shape, size = var.aval.shape, byte_size((), var.aval.dtype)
         specs = specs_of(shape, self.mesh)
         return np.array([float(local_elements(shape, s, self.mesh) * size) for s in specs])
@@ -227,9 +299,9 @@ class _Builder:
     def _copied(self, var: Any, times: float) -> None:
         """A tensor that a loop copies, or that is read by what has no operator here."""
         if var in self.nodes:
-            seconds = self._local_bytes(var) * times / self.tables.bandwidth
+            seconds = self.local_bytes(var) * times / self.prices.bandwidth
             runs = self.flow.runs.get(var, 1)
-            self.costs[self.nodes[var]] += self.tables.rounded(seconds * runs * PICO)
+            self.costs[self.nodes[var]] += self.prices.rounded(seconds * runs * PICO)
 
     def _fix(self, var: Any) -> None:
         """A tensor with an annotation keeps it, where this mesh can express it."""
@@ -251,8 +323,8 @@ class _Builder:
         if first >= 0 and second >= 0:
             self.states[result] = argument
             size = byte_size((), argument.aval.dtype)
-            table = self.tables.moves().reshards(argument.aval.shape, size)
-            self._add_read(result, second, self.tables.rounded(table * PICO).T)
+            table = self.prices.moves().reshards(argument.aval.shape, size)
+            self.add_read(result, second, self.prices.rounded(table * PICO).T)
 
     def _border(self, edge: Edge) -> None:
         """The two ends of a value at the border of a loop; what a scan stacks is held from its
@@ -265,101 +337,70 @@ class _Builder:
         first, second = self._node(source), self._node(target)
         if first >= 0 and second >= 0 and first != second:
             outer = edge.atoms[0][0]
-            share, size = self.sharing.move(source), byte_size((), outer.aval.dtype)
-            moved = self.tables.moves(share).reshards(outer.aval.shape, size)
-            moved = self.tables.rounded(moved * share * edge.runs * PICO)
-            table = border_table(edge, source, self.mesh, moved, self.optimistic)
-            self._add_read(source, second, table.T)
+            share, size = self.moved(source), byte_size((), outer.aval.dtype)
+            moved = self.prices.moves(share).reshards(outer.aval.shape, size)
+            moved = self.prices.rounded(moved * share * edge.runs * PICO)
+            table = border_table(edge, source, self.mesh, moved, self.slices_stay)
+            self.add_read(source, second, table.T)
 
     def _operator(self, edge: Edge) -> None:
         place = edge.place + 1
         operands, results = edge.atoms
-        tensors = [a for a in (*operands, *results) if not isinstance(a, Literal)]
-        nodes = [self._node(a) for a in tensors]
-        read = [n for n, a in enumerate(operands) if not isinstance(a, Literal)]
         for atom in results:
             self.made.setdefault(atom, place)
+        read = [n for n, a in enumerate(operands) if not isinstance(a, Literal)]
+        tensors = [*(operands[n] for n in read), *results]
         for atom in tensors:
             self.used[atom] = max(self.used.get(atom, 0), place)
+        nodes = [self._node(a) for a in tensors]
         if all(node < 0 for node in nodes):
             return
-        kind = self._kind(edge)
-        if kind not in self.known:
-            self.known[kind] = self.tables.of(edge, *kind[-2:])
+        shapes = tuple((a.aval.shape, byte_size((), a.aval.dtype)) for a in tensors)
+        traffic, shares = self.work.of(edge.eqn), self.shares(edge)
+        kind = Identity(edge.factors), shapes, edge.runs, name_of(edge), traffic, shares
+        if kind not in self.known:  # all that the costs of an operator depend on
+            self.known[kind] = self.prices.of(edge, traffic, shares)
         priced = self.known[kind]
         own = len(self.costs)
         self.costs.append(priced.costs)
-        self.latencies.add(edge, own, REDUCING, priced.reducing)
         if edge.eqn is not None:
             self.operators[own] = edge.eqn
-        for atom, needed in zip(results, priced.gathering, strict=True):
-            if self.nodes.get(atom, -1) >= 0:
-                self.latencies.add_read(edge, atom, own, needed)
-            else:
-                self.latencies.add(edge, own, GATHERING, needed[:, 0])
-        if self.forms.is_large(priced.waiting.max()) and not self.optimistic:
+        if self.copies.is_large(priced.waiting.max()):
             self.waiting.append((own, place, priced.waiting))
+        self.add_operator(edge, own, shares)
         for number, (node, table) in enumerate(zip(nodes, priced.tables, strict=True)):
-            if node < 0 or table is None:
-                continue
-            if number >= len(tensors) - len(results):
-                self.edges.append((own, node, table))
-            elif self.optimistic and is_transpose(edge):
-                continue  # who reads the result counts
-            elif self.optimistic:
-                table = table + self._transposed(edge, read[number])
-                self._add_read(tensors[number], own, table)
-                self._add_gathers(edge, read[number], own)
-            else:
-                end = self._read(tensors[number], table, place, reads_form(edge))
-                self.edges.append((own, *end))
+            if node >= 0 and table is not None:
+                if number < len(read):
+                    self.add_operand(edge, read[number], own, table)
+                else:
+                    self.edges.append((own, node, table))
 
-    def _read(self, var: Any, table: Floats, place: int, moved: bool) -> tuple[int, Floats]:
-        """The node of what an operator reads or makes, and its table for it."""
-        form = self.forms.of(var, place) if moved else None
-        if form is None:
-            return self.nodes[var], table
-        if form.node < 0:
-            form.node = len(self.costs)
-            self._add_form(var, form)
-        return form.node, form.table(table)
+    def add_operator(self, edge: Edge, node: int, shares: Shares) -> None:
+        """Add what an operator costs beside its price."""
 
-    def _transposed(self, edge: Edge, number: int) -> Floats | float:
-        """Seconds of the copies that exchanges of an operand add, between products on GPUs."""
+    def add_operand(self, edge: Edge, number: int, reader: int, table: Floats) -> None:
+        """An operator that reads a tensor itself, or a copy that it shares with others."""
         var = edge.atoms[0][number]
-        source, dims = self.sharing.source(var)
-        between = source in self.sharing.products and name_of(edge) in PRODUCTS
-        if self.hardware.compiler != "gpu" or not between:
-            return 0.0
-        return self.tables.transposed(edge, number, None if var is source else dims)
+        copy = self.copies.of(var, edge.place + 1) if reads_copy(edge) else None
+        if copy is None:
+            self.add_read(var, reader, table)
+            return
+        if copy.node < 0:
+            copy.node = len(self.costs)
+            self._add_copy(var, copy)
+        self.edges.append((reader, copy.node, copy.table(table)))
 
-    def _add_read(self, var: Any, reader: int, table: Floats) -> None:
-        """A node that reads a tensor: for a bound, all of them pay together what is dearest."""
-        if self.optimistic:
-            source, _ = self.sharing.source(var)
-            columns = self.sharing.columns(var, self.mesh)
-            self.dearest.add(source, reader, table[:, columns])
-        else:
-            self.edges.append((reader, self.nodes[var], table))
+    def add_read(self, var: Any, reader: int, table: Floats) -> None:
+        """A node that reads a tensor."""
+        self.edges.append((reader, self.nodes[var], table))
 
-    def _add_gathers(self, edge: Edge, number: int, reader: int) -> None:
-        """The latencies of small gathers of an operand that is made in the same body. One that can
-        be computed from narrower values need not be gathered."""
-        var = edge.atoms[0][number]
-        source, _ = self.sharing.source(var)
-        if self.latencies.is_near(source, edge.eqn) and self.sharing.move(var) == 1.0:
-            columns = self.sharing.columns(var, self.mesh)
-            table = self.tables.gathered(edge, number)[:, columns]
-            self.latencies.add_read(edge, source, reader, table)
-
-    def _add_form(self, var: Any, form: Form) -> None:
-        """The node of a form, and its edge to the tensor."""
-        shape = var.aval.shape
-        table = self.tables.moves().reshards(shape, byte_size((), var.aval.dtype))
-        weight = self.flow.narrow.get(var, 1.0) * self.flow.runs.get(var, 1) * PICO
-        table = self.tables.rounded(table * weight)
-        self.costs.append(np.zeros(len(form.read)))
-        if form.paired:
-            taken = np.arange(len(table))[:, None] == form.own
-            table = np.where(taken, table[form.own, form.read], FORBIDDEN)
-        self.edges.append((self.nodes[var], form.node, table))
+    def _add_copy(self, var: Any, copy: SharedCopy) -> None:
+        """The node of a copy, and its edge to the tensor."""
+        table = self.prices.moves().reshards(var.aval.shape, byte_size((), var.aval.dtype))
+        weight = self.moved(var) * self.flow.runs.get(var, 1) * PICO
+        table = self.prices.rounded(table * weight)
+        self.costs.append(np.zeros(len(copy.read)))
+        if copy.paired:
+            taken = np.arange(len(table))[:, None] == copy.own
+            table = np.where(taken, table[copy.own, copy.read], FORBIDDEN)
+        self.edges.append((self.nodes[var], copy.node, table))

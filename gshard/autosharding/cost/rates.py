@@ -26,7 +26,7 @@ from gshard.autosharding.cost.specs import (
     tiles_of,
 )
 from gshard.autosharding.solver.problem import Bools, Floats, Ints
-from gshard.forecast.collective import Groups, collective_terms, reach
+from gshard.forecast.collective import collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.moving.costs import LATENCIES
 
@@ -41,35 +41,55 @@ class PartialSum:
     axes: tuple[int, ...]
     share: float = 1.0  # the part of it that is summed, at least
 
+    def reduced_specs(self) -> Iterator[Spec]:
+        """The specs that a sum may have: each axis that is summed over may cut any dim, or none."""
+        anywhere = (NONE, *range(len(self.shape)))
+        yield from itertools.product(
+            *(anywhere if axis in self.axes else (at,) for axis, at in enumerate(self.made))
+        )
+
 
 # What gathering tiles of unequal sizes takes: in two steps, with rows evened out in between.
 _UNEVEN = 2.0
 
-_SAMPLE = 1 << 24  # bytes by which the rate of an axis is measured
+# Bytes by which the likely rate of an axis is measured, and of which the latency is nothing.
+_SAMPLE, _LARGE = 1 << 24, 1 << 40
+
+Axes = tuple[int, ...]
 
 
-class Rates:
-    """Collectives along single mesh axes of a machine: latency, and seconds per byte.
+class MeshRates:
+    """A mesh of devices of a machine, and its collectives along some of its axes."""
+
+    def __init__(self, hardware: Hardware, mesh: MeshShape) -> None:
+        self.hardware, self.mesh = hardware, mesh
+        self.topology = hardware.topology(math.prod(mesh))
+        self.ids = np.arange(math.prod(mesh)).reshape(mesh)
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def terms(self, kind: str, axes: Axes, size: int) -> tuple[float, float]:
+        """The latency, and seconds per byte, of one collective on operands of so many bytes."""
+        last = range(len(self.mesh) - len(axes), len(self.mesh))
+        members = math.prod(self.mesh[a] for a in axes)
+        rows = np.moveaxis(self.ids, axes, tuple(last)).reshape(-1, members)
+        groups = tuple(tuple(int(i) for i in row) for row in rows)
+        efficiency = self.hardware.efficiency
+        sent, waited = collective_terms(self.topology, kind, size, groups)
+        skew = efficiency.skew_seconds * reach(self.topology, groups)
+        return waited + efficiency.operator_seconds + skew, sent / efficiency.links / size
+
+
+class Rates(MeshRates):
+    """Likely rates: collectives along single mesh axes, one after the other.
 
     Small collectives may be combined into one of up to `LATENCIES` times the bytes that are sent in
     the latency of one. Where that is assumed (`combined`), each pays its part of a latency.
     """
 
     def __init__(self, hardware: Hardware, mesh: MeshShape, combined: bool = False) -> None:
-        self.hardware, self.mesh, self.combined = hardware, mesh, combined
-        topology = hardware.topology(math.prod(mesh))
-        ids = np.arange(math.prod(mesh)).reshape(mesh)
+        super().__init__(hardware, mesh)
+        self.combined = combined
         self.most = LATENCIES * hardware.cost_model.latency  # bytes of combined collectives
-        self.terms: dict[tuple[str, int], tuple[float, float]] = {}
-        for axis, size in enumerate(mesh):
-            rows = np.moveaxis(ids, axis, -1).reshape(-1, size)
-            groups = tuple(tuple(int(i) for i in row) for row in rows)
-            efficiency = hardware.efficiency
-            skew = efficiency.skew_seconds * reach(topology, groups)
-            for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-                sent, waited = collective_terms(topology, kind, _SAMPLE, groups)
-                latency = waited + efficiency.operator_seconds + skew
-                self.terms[kind, axis] = latency, sent / efficiency.links / _SAMPLE
 
     def seconds(self, kind: str, axis: int, size: float) -> float:
         """A collective on an operand of `size` bytes on each device."""
@@ -111,7 +131,7 @@ class Rates:
 
     def _all_seconds(self, kind: str, axis: int, sizes: Floats) -> Floats:
         """`seconds` of many collectives at once."""
-        latency, per_byte = self.terms[kind, axis]
+        latency, per_byte = self.terms(kind, (axis,), _SAMPLE)
         part = np.ones(sizes.shape)
         if self.combined:
             part = np.minimum(1.0, sizes / self.most)
@@ -136,22 +156,18 @@ class Rates:
 def distinct_meshes(machine: Hardware, devices: int) -> list[MeshShape]:
     """Meshes of up to three axes, of those that differ in nothing but the order of axes one."""
     found: dict[Any, MeshShape] = {}
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     for mesh in mesh_shapes(devices, 3):
-        terms = Rates(machine, mesh).terms
+        rates = Rates(machine, mesh)
         axes = [
-            (size, *(f"{t:.6g}" for (_, at), pair in terms.items() if at == axis for t in pair))
+            (size, *(f"{t:.6g}" for kind in kinds for t in rates.terms(kind, (axis,), _SAMPLE)))
             for axis, size in enumerate(mesh)
         ]
         found.setdefault(tuple(sorted(axes)), mesh)
     return list(found.values())
 
 
-_LARGE = 1 << 40  # bytes of which the latency is nothing
-
-Axes = tuple[int, ...]
-
-
-class LowerBoundRates:
+class LowerBoundRates(MeshRates):
     """Collectives along the axes of a mesh: the least latency, and the fewest seconds per byte.
 
     A collective of more than `largest` bytes, or one that exchanges, has a latency of its own.
@@ -160,9 +176,8 @@ class LowerBoundRates:
     """
 
     def __init__(self, hardware: Hardware, mesh: MeshShape, largest: float) -> None:
-        self.hardware, self.mesh, self.largest = hardware, mesh, largest
-        self.topology = hardware.topology(math.prod(mesh))
-        self.ids = np.arange(math.prod(mesh)).reshape(mesh)
+        super().__init__(hardware, mesh)
+        self.largest = largest
 
     @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
     def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:
@@ -183,19 +198,19 @@ class LowerBoundRates:
     def sums(self, partial: PartialSum, spec: Spec) -> float:
         """Seconds to add up partial results for a spec: to scatter them over all axes and to gather
         them again over those that the spec does not use. Small ones pay no latency here."""
-        size, every = self._tile(partial), self._several(partial)
+        size, every = self._tile(partial), self._nontrivial_axes(partial)
         if not every:
             return 0.0
         kept = tuple(a for a in every if spec[a] == NONE)
         left = size / math.prod(self.mesh[a] for a in every if a not in kept)
         kind = "all_reduce" if kept == every else "reduce_scatter"
         sent = size * self._scattering(every) + (left * self._scattering(kept) if kept else 0.0)
-        return sent + float(self._waiting(kind, every, np.array(size), partial.share))
+        return sent + float(self._min_latency(kind, every, np.array(size), partial.share))
 
     def reducing(self, partial: PartialSum) -> float:
         """Seconds to start a sum that may be combined with others; 0 of others, and of those that
         may be postponed."""
-        size, every = self._tile(partial), self._several(partial)
+        size, every = self._tile(partial), self._nontrivial_axes(partial)
         if not every or partial.share < 1.0 or size > self.largest:
             return 0.0
         return self._starting("reduce_scatter", every)
@@ -217,7 +232,7 @@ class LowerBoundRates:
         if not axes:
             return 0.0
         return min(
-            self._terms(kind, step)[1] + self._starting(kind, _without(axes, step))
+            self.terms(kind, step, 1)[0] + self._starting(kind, _without(axes, step))
             for step in _parts(axes)
         )
 
@@ -226,7 +241,7 @@ class LowerBoundRates:
         tiles = tiles_of(partial.made, self.mesh, len(partial.shape))
         return partial.itemsize * math.prod(partial.shape) / math.prod(tiles)
 
-    def _several(self, partial: PartialSum) -> Axes:
+    def _nontrivial_axes(self, partial: PartialSum) -> Axes:
         """The axes with several devices that partial results are summed over."""
         return tuple(a for a in sorted(partial.axes) if self.mesh[a] > 1)
 
@@ -240,7 +255,7 @@ class LowerBoundRates:
             alike &= target == target[..., first : first + 1]
             inside = np.isin(np.arange(len(self.mesh)), axes)
             together = (alike == inside).all(-1)
-            seconds = held * self._exchanging(axes) + self._waiting("all_to_all", axes, held)
+            seconds = held * self._exchanging(axes) + self._min_latency("all_to_all", axes, held)
             total += np.where(together, seconds, 0.0)
             count += together * len(axes)
         slope, latency = self._permuting
@@ -252,11 +267,13 @@ class LowerBoundRates:
         for axes in self._subsets():
             chosen = (gathered == np.isin(np.arange(len(self.mesh)), axes)).all(-1)
             result = held * math.prod(self.mesh[a] for a in axes)
-            seconds = result * self._scattering(axes) + self._waiting("all_gather", axes, result)
+            seconds = result * self._scattering(axes) + self._min_latency(
+                "all_gather", axes, result
+            )
             total += np.where(chosen, seconds, 0.0)
         return total
 
-    def _waiting(self, kind: str, axes: Axes, sizes: Floats, share: float = 1.0) -> Floats:
+    def _min_latency(self, kind: str, axes: Axes, sizes: Floats, share: float = 1.0) -> Floats:
         """The least latencies of what moves along some axes, in any number of steps, without those
         that may be combined with others.
 
@@ -269,8 +286,8 @@ class LowerBoundRates:
         found = []
         for step in _parts(axes):
             left = sizes if exchanged else sizes / math.prod(self.mesh[a] for a in step)
-            later = self._waiting(kind, _without(axes, step), left, share)
-            found.append(self._terms(kind, step)[1] * apart + later)
+            later = self._min_latency(kind, _without(axes, step), left, share)
+            found.append(self.terms(kind, step, 1)[0] * apart + later)
         return np.min(found, axis=0)
 
     def _subsets(self) -> Iterator[Axes]:
@@ -284,7 +301,7 @@ class LowerBoundRates:
         if not axes:
             return 0.0
         return min(
-            self._terms("reduce_scatter", part)[0]
+            self.terms("reduce_scatter", part, _LARGE)[1]
             + self._scattering(_without(axes, part)) / math.prod(self.mesh[a] for a in part)
             for part in _parts(axes)
         )
@@ -295,21 +312,9 @@ class LowerBoundRates:
         if not axes:
             return 0.0
         return min(
-            self._terms("all_to_all", part)[0] + self._exchanging(_without(axes, part))
+            self.terms("all_to_all", part, _LARGE)[1] + self._exchanging(_without(axes, part))
             for part in _parts(axes)
         )
-
-    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
-    def _terms(self, kind: str, axes: Axes) -> tuple[float, float]:
-        """Seconds per byte of one collective, and its latency."""
-        groups = self._groups(axes)
-        efficiency, topology = self.hardware.efficiency, self.topology
-        sent, _ = collective_terms(topology, kind, _LARGE, groups)
-        _, waited = collective_terms(topology, kind, 1, groups)
-        latency = (
-            waited + efficiency.operator_seconds + efficiency.skew_seconds * reach(topology, groups)
-        )
-        return sent / efficiency.links / _LARGE, latency
 
     @functools.cached_property
     def _permuting(self) -> tuple[float, float]:
@@ -324,13 +329,6 @@ class LowerBoundRates:
             found.append((sent / efficiency.links / _LARGE, waited + efficiency.operator_seconds))
         slopes, latencies = zip(*found, strict=True) if found else ((0.0,), (0.0,))
         return min(slopes), min(latencies)
-
-    def _groups(self, axes: Axes) -> Groups:
-        """The devices that differ in these axes alone."""
-        size = math.prod(self.mesh[a] for a in axes)
-        last = range(len(self.mesh) - len(axes), len(self.mesh))
-        rows = np.moveaxis(self.ids, axes, tuple(last)).reshape(-1, size)
-        return tuple(tuple(int(i) for i in row) for row in rows)
 
 
 def _parts(axes: Sequence[int]) -> Iterator[Axes]:

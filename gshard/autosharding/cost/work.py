@@ -2,7 +2,6 @@
 
 The forecast fuses the per-device program. Here the program itself is fused, by the same rules
 (`forecast.program`): where no collective comes between two operators, the results are the same.
-For a bound it is fused as far as the part of any device may be.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class MemoryTraffic:
 
     reads: Parts = ()
     writes: Parts = ()
-    # Of what a lookup reads no more counts than so many times its result.
+    # A gather reads at most this multiple of its result.
     taken: float = math.inf
     operations: float = 0.0
     covered: bool = False  # fused with a matrix product, whose arithmetic may hide it
@@ -39,13 +38,11 @@ class MemoryTraffic:
 
 
 class FusedWork:
-    """The touches of every equation, and of tensors that loops copy."""
+    """The memory traffic of every equation, and of tensors that loops copy. What is fused is the
+    program itself, or the most that its part on one of `fused_on` devices may be."""
 
-    def __init__(
-        self, jaxpr: Jaxpr, hardware: Hardware, devices: int, optimistic: bool = False
-    ) -> None:
-        self.hardware, self.devices = hardware, devices
-        self.fused_on = devices if optimistic else 1
+    def __init__(self, jaxpr: Jaxpr, hardware: Hardware, devices: int, fused_on: int = 1) -> None:
+        self.hardware, self.devices, self.fused_on = hardware, devices, fused_on
         self.starts = 0  # how many operators a device starts
         self.stored: set[Any] = set()  # what is written to memory
         self.copied: dict[Any, float] = defaultdict(float)  # times that a tensor is copied
@@ -67,7 +64,7 @@ class FusedWork:
                 self._add(operator)
 
     def of(self, eqn: JaxprEqn | None) -> MemoryTraffic:
-        """The touches of an equation."""
+        """The memory traffic of an equation."""
         reads, writes = self._reads.get(eqn, {}), self._writes.get(eqn, {})
         return MemoryTraffic(
             tuple(reads.items()),

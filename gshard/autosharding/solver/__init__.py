@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from gshard.autosharding.budget import Clock
+from gshard.autosharding.budget import WORK, Clock
 from gshard.autosharding.solver.ilp import Progress, Result, solve_exactly
 from gshard.autosharding.solver.presolve import presolve
 from gshard.autosharding.solver.problem import Problem
@@ -16,9 +16,6 @@ from gshard.autosharding.solver.search import search
 # time: a search has the rest of it where that proves nothing.
 _EXACT = ((100_000, 0.6), (300_000, 0.3))
 _PROVED = 1e-6  # the gap below which a search is not worth its time
-
-# Seconds of work of the presolve.
-_PER_NODE, _PER_PAIR = 2.5e-4, 6e-6
 
 # Prices of the memory at the peak, each as the share of the cost that all of it costs together.
 _PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
@@ -60,7 +57,7 @@ def solve(
 
 def presolving_work(problem: Problem) -> float:
     """Seconds of work to presolve a problem, before anything is known of its answer."""
-    return _PER_NODE * len(problem.costs) + _PER_PAIR * problem.pairs
+    return WORK.presolve_node * len(problem.costs) + WORK.presolve_pair * problem.pairs
 
 
 def _solved(problem: Problem, seconds: float, report: Progress, clock: Clock) -> Result:

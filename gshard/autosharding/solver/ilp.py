@@ -16,15 +16,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gshard.autosharding.budget import Clock
+from gshard.autosharding.budget import WORK, Clock
 from gshard.autosharding.solver.problem import Floats, Ints, NoAnswerError, Problem
 
-# Seconds of work of an iteration of the simplex method: for itself, and for each entry of the
-# matrix. The number of iterations that a node of the search tree takes, roughly.
-_PER_ITERATION, _PER_ENTRY = 5e-5, 1e-9
-_LEAST_ITERATIONS, _ITERATIONS_OF_NODE = 100, 100
+# Iterations of the simplex method: in a node of the search tree, roughly, and in any run at least.
+_ITERATIONS = 100
 _INTEGRAL = 8  # times the work, for iterations of an integral program
-_MOST = 2**31 - 1
 
 Matrix = tuple[Ints, Ints, Floats]
 
@@ -121,7 +118,7 @@ class HighsBackend:
             self.highs.setSolution(solution)
         self.highs.run()
         status, info = self.highs.getModelStatus(), self.highs.getInfo()
-        iterations = max(info.simplex_iteration_count, _LEAST_ITERATIONS)
+        iterations = max(info.simplex_iteration_count, _ITERATIONS)
         clock.charge(self._per_iteration * iterations * (_INTEGRAL if integral else 1))
         if status in (
             highspy.HighsModelStatus.kInfeasible,
@@ -139,7 +136,7 @@ class HighsBackend:
     @property
     def _per_iteration(self) -> float:
         """Seconds of work of an iteration."""
-        return _PER_ITERATION + _PER_ENTRY * float(self.highs.getNumNz())
+        return WORK.iteration + WORK.iteration_entry * float(self.highs.getNumNz())
 
     def _limit(self, seconds: float, clock: Clock) -> None:
         """Limit the next run, by iterations and nodes where work is counted."""
@@ -147,9 +144,9 @@ class HighsBackend:
         if clock.counted is not None:
             guard = max(clock.guard_left, 0.0) / 2
             self.ends, wall = time.process_time() + guard, max(clock.wall - time.monotonic(), 0.0)
-            most = max(1, min(int(seconds / self._per_iteration), _MOST))
+            most = max(1, min(int(seconds / self._per_iteration), 2**31 - 1))
             self.highs.setOptionValue("simplex_iteration_limit", most)
-            self.highs.setOptionValue("mip_max_nodes", max(1, most // _ITERATIONS_OF_NODE))
+            self.highs.setOptionValue("mip_max_nodes", max(1, most // _ITERATIONS))
         # HiGHS counts the time of all runs of a model together.
         self.highs.setOptionValue("time_limit", self.highs.getRunTime() + wall)
 
@@ -248,12 +245,8 @@ class LinearProgram:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        sizes = [len(c) for c in problem.costs]
-        self.first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        self.count = int(self.first[-1])
-        memory = problem.memory
-        within = np.arange(len(memory.usage)) - np.repeat(memory.first[:-1], memory.sizes)
-        self.column = np.repeat(self.first[memory.node], memory.sizes) + within
+        self.first, self.column = problem.first, problem.column
+        self.count = problem.strategies
         self.backend = self._build()
         self.times: set[int] = set()
 

@@ -8,6 +8,7 @@ over intervals of time. At no time may the memory held exceed the limit.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -208,6 +209,26 @@ class Problem:
     def excess(self, answer: Ints) -> float:
         """By how much an answer exceeds the limit where it exceeds it most; 0 where it fits."""
         return float(np.max(self.memory.profile(answer) - self.memory.limit, initial=0.0))
+
+    @functools.cached_property
+    def first(self) -> Ints:
+        """The position of each node's first strategy among those of all nodes, and their number."""
+        return _offsets(np.array([len(c) for c in self.costs], dtype=np.int64))
+
+    @functools.cached_property
+    def column(self) -> Ints:
+        """For each entry of the memory's `usage` the position of its strategy."""
+        memory = self.memory
+        within = np.arange(len(memory.usage)) - np.repeat(memory.first[:-1], memory.sizes)
+        return np.repeat(self.first[memory.node], memory.sizes) + within
+
+    def neighbours(self) -> list[list[int]]:
+        """The nodes at the other ends of each node's edges."""
+        found: list[list[int]] = [[] for _ in self.costs]
+        for edge in self.edges:
+            found[edge.first].append(edge.second)
+            found[edge.second].append(edge.first)
+        return found
 
     @property
     def strategies(self) -> int:

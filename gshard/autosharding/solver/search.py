@@ -1,35 +1,153 @@
 """Search, for problems that stay too large to be solved at once.
 
-Prices on memory and messages along the edges give a bound and say which strategies look good. A
-part of the strategies of all nodes (a kernel), or all strategies of some nodes (a neighbourhood),
-is a smaller problem: it is presolved and solved exactly, again and again around the best answer.
-Answers that are drawn within the limit take turns with that; what has gained more gets more time.
+Prices on memory and messages along the edges (`dual`) give a bound and say which strategies look
+good. A part of the strategies of all nodes (a kernel), or all strategies of some nodes (a
+neighbourhood), is a smaller problem: it is presolved and solved exactly, around the best answer.
+
+Draws take turns with that; what has gained more gets more time. With prices in place of the limit
+the best answer holds too much at some times and too little at others, so the prices of each node
+are changed at random, and what the nodes then want is granted in a random order, as far as memory
+goes. Each combination of what they are granted fits: the best one is found without regard to
+memory, and what stays spare is given out again. A pass finds the best strategies of many nodes at
+once: a node of at most two neighbours is eliminated, as a cost between them, and where no such node
+is left, one is kept at the strategy that it has, which takes its edges away.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gshard.autosharding.budget import Clock
+from gshard.autosharding.budget import WORK, Clock
+from gshard.autosharding.solver.dual import Prices
 from gshard.autosharding.solver.ilp import Progress, Result, solve_exactly
-from gshard.autosharding.solver.presolve import ProblemGraph, presolve
-from gshard.autosharding.solver.prices import Prices
+from gshard.autosharding.solver.presolve import ProblemGraph, by_node, presolve, profile_of
 from gshard.autosharding.solver.problem import Bools, Floats, Ints, NoAnswerError, Problem
-from gshard.autosharding.solver.rounding import QUICK, USUAL, Effort, Rounding
 
-# Pairs of strategies of the first kernel; HiGHS proves problems of this size within seconds.
-_FIRST_PAIRS = 20_000
-
-# Of the time that is left, the share that one kernel or neighbourhood may take.
+# The share of the time that is left that one kernel, neighbourhood or draw may take.
 _SHARE = 0.06
 
-# Draws of all nodes before anything else.
-_FIRST_DRAWS = 3
+# Pairs of strategies of the first kernel, and of a neighbourhood: HiGHS proves these in seconds.
+_FIRST_PAIRS = 20_000
 
-# Seconds of work of making and reducing a smaller problem.
-_PER_NODE, _PER_PAIR = 2.5e-4, 6e-6
+# Entries of the largest table that an elimination looks at.
+_LARGEST_TABLE = 1 << 16
+
+_ORDERS = 4  # in which memory is granted in a draw
+_PASSES = 6  # over the nodes under prices; later ones change next to nothing
+
+
+def improve(
+    tables: Sequence[dict[int, Floats]],
+    costs: Sequence[Floats],
+    answer: Ints,
+    free: Sequence[int],
+    allowed: Sequence[Ints],
+    random: np.random.Generator,
+) -> Ints:
+    """An answer that costs no more, in which free nodes take allowed strategies (sorted), as they
+    do in the answer given, and the others stay as they are. `tables` are the edges of each node."""
+    own: dict[int, Floats] = {}
+    edges: dict[int, dict[int, Floats]] = {node: {} for node in free}
+    for node in free:
+        own[node] = costs[node][allowed[node]]
+        for other, table in tables[node].items():
+            if other not in edges:
+                own[node] = own[node] + table[allowed[node], answer[other]]
+            elif node not in edges[other]:
+                edges[node][other] = table[np.ix_(allowed[node], allowed[other])]
+                edges[other][node] = edges[node][other].T
+    ranks = random.random(len(free)) * [-len(edges[node]) for node in free]
+    order = iter([free[i] for i in np.argsort(ranks, kind="stable")])
+    small = [(len(found), node) for node, found in edges.items() if len(found) <= 2]
+    heapq.heapify(small)
+    removed: list[tuple[int, Floats, dict[int, Floats]]] = []
+    while own:
+        chosen = _eliminable(small, own, edges)
+        if chosen is None:  # keep one
+            node = next(node for node in order if node in own)
+            at = int(np.searchsorted(allowed[node], answer[node]))
+            del own[node]
+            others = edges.pop(node)
+            for other in others:
+                own[other] = own[other] + edges[other].pop(node)[:, at]
+        else:
+            node = chosen
+            total, others = own.pop(node), edges.pop(node)
+            removed.append((node, total, others))
+            for other in others:
+                del edges[other][node]
+            if len(others) == 1:
+                ((other, table),) = others.items()
+                own[other] = own[other] + (total[:, None] + table).min(axis=0)
+            elif len(others) == 2:
+                (first, one), (second, two) = others.items()
+                both = ((total[:, None] + one)[:, :, None] + two[:, None, :]).min(axis=0)
+                both = both + edges[first].get(second, 0.0)
+                edges[first][second], edges[second][first] = both, both.T
+        for other in others:
+            if len(edges[other]) <= 2:
+                heapq.heappush(small, (len(edges[other]), other))
+    answer = answer.copy()
+    for node, total, others in reversed(removed):
+        for other, table in others.items():
+            total = total + table[:, int(np.searchsorted(allowed[other], answer[other]))]
+        answer[node] = allowed[node][int(total.argmin())]
+    return answer
+
+
+def _eliminable(
+    small: list[tuple[int, int]], costs: dict[int, Floats], edges: dict[int, dict[int, Floats]]
+) -> int | None:
+    """A node of at most two neighbours that can be eliminated."""
+    while small:
+        degree, node = heapq.heappop(small)
+        if node in costs and degree == len(edges[node]):
+            entries = len(costs[node]) * math.prod(len(costs[other]) for other in edges[node])
+            if degree < 2 or entries <= _LARGEST_TABLE:
+                return node
+    return None
+
+
+class MemorySlack:
+    """What the nodes of a problem hold, and how spare memory is granted to them."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.memory = problem.memory
+        self.every: list[Ints] = [np.arange(len(costs)) for costs in problem.costs]
+        # For each node times, and from each of them on the bytes by strategy.
+        self.held: dict[int, tuple[Ints, Floats]] = {}
+        self.least = np.zeros(len(problem.costs), dtype=np.int64)  # holds least, over all times
+        for node, holdings in enumerate(by_node(problem.memory, len(problem.costs))):
+            if holdings:
+                times, usage = profile_of(problem.memory, holdings)
+                self.held[node] = times, usage[:-1]
+                self.least[node] = (np.diff(times) @ usage[:-1]).argmin()
+
+    def granted(self, order: Ints, base: Ints, wanted: Ints | None) -> list[Ints] | None:
+        """The strategies that each node of `order` may take, so that any combination of them is
+        within the limit while all other nodes stay at `base`; None where `base` exceeds it.
+
+        The nodes get what `base` leaves one after the other, up to what they hold under `wanted`.
+        """
+        spare, allowed = self.memory.limit - self.memory.profile(base), list(self.every)
+        if spare.min(initial=0.0) < 0.0:
+            return None
+        for node in (node for node in order.tolist() if node in self.held):
+            times, usage = self.held[node]
+            now, end = usage[:, base[node]], int(times[-1])
+            left = np.minimum.reduceat(spare[:end], times[:-1])
+            fits = (usage - now[:, None] <= left[:, None]).all(axis=0)
+            if wanted is not None:
+                modest = fits & (usage <= usage[:, [wanted[node]]]).all(axis=0)
+                fits = modest if modest.any() else fits
+            allowed[node] = np.flatnonzero(fits)
+            more = usage[:, allowed[node]].max(axis=1) - now
+            spare[times[0] : end] -= np.repeat(more, np.diff(times))
+        return allowed
 
 
 class Search:
@@ -39,119 +157,163 @@ class Search:
         self,
         problem: Problem,
         seconds: float,
-        progress: Progress | None,
-        clock: Clock,
-        start: Ints | None,
+        progress: Progress | None = None,
+        clock: Clock | None = None,
+        start: Ints | None = None,
     ) -> None:
-        self.problem, self.progress, self.clock = problem, progress, clock
-        self.until = clock.now() + seconds
-        self.prices = Prices(problem)
+        self.problem, self.progress, self.clock = problem, progress, clock or Clock(seconds)
+        self.until = self.clock.now() + seconds
+        self.prices, self.slack = Prices(problem), MemorySlack(problem)
         self.random = np.random.default_rng(0)
-        self.rounding = Rounding(problem, self.prices, self.random, clock)
-        self.rates = [1e-6, 1e-6]  # what draws and neighbourhoods gain, as shares a second
+        self.failures = 0  # draws that have found nothing, after which prices are higher
+        self.gains = [1e-6, 1e-6]  # of draws and of neighbourhoods, as shares a second
         self.best = Result(start, np.inf if start is None else problem.cost(start), -np.inf)
-        self.neighbours: list[list[int]] = [[] for _ in problem.costs]
+        self.tables: list[dict[int, Floats]] = [{} for _ in problem.costs]
         for edge in problem.edges:
-            self.neighbours[edge.first].append(edge.second)
-            self.neighbours[edge.second].append(edge.first)
+            self.tables[edge.first][edge.second] = edge.costs
+            self.tables[edge.second][edge.first] = np.ascontiguousarray(edge.costs.T)
 
     @property
     def left(self) -> float:
-        """Seconds that are left."""
-        return self.until - self.clock.now()
+        """Seconds that are left; none where the best answer is proven."""
+        return self.until - self.clock.now() if self.best.gap > 1e-9 else 0.0
 
     def run(self) -> Result:
         """Search until the best answer is proven or time runs out."""
-        self._found(self.rounding.draw(self.best.answer, effort=QUICK))
-        self.prices.ascend(self.left * 0.2, 400, clock=self.clock)
-        self._found(None)
-        for _ in range(_FIRST_DRAWS):
-            self._draw(None, self._affordable())
+        every = range(len(self.problem.costs))
+        self.prices.ascend(0.2 * self.left, 400, self.clock)
+        for _ in range(3):
+            if self.left > 0:
+                self._found(self.draw(every))
         self._solve_kernels()
-        size = 4_000
-        while self.left > 0 and self.best.answer is not None and self.best.gap > 1e-9:
-            draws, programs = self.rates
-            share = min(max(draws / (draws + programs), 0.2), 0.8)
+        size = _FIRST_PAIRS // 5
+        while self.left > 0 and self.best.answer is not None:
+            share = min(max(self.gains[0] / sum(self.gains), 0.2), 0.8)
             began, before = self.clock.now(), self.best.cost
             if drawn := self.random.random() < share:
-                self._draw(self._region())
+                self._found(self.draw(self._region()))
             else:
-                size = self._improve(size)
-            self._rate(0 if drawn else 1, before, self.clock.now() - began)
+                size = self._improve_neighbourhood(size)
+            gained = (before - self.best.cost) / max(abs(before), 1e-30)
+            rate = gained / max(self.clock.now() - began, 1e-3) + 1e-9
+            self.gains[not drawn] = 0.8 * self.gains[not drawn] + 0.2 * rate  # the past fades
         return self.best
-
-    def _rate(self, kind: int, before: float, took: float) -> None:
-        """Remember what a draw (0) or a neighbourhood (1) gained, by its time; the past fades."""
-        gained = (before - self.best.cost) / max(abs(before), 1e-30)
-        rate = gained / max(took, 1e-3) + 1e-9
-        self.rates[kind] = 0.8 * self.rates[kind] + 0.2 * rate
-
-    def _solve_kernels(self) -> None:
-        """Solve growing kernels, as long as that is quick or nothing was found."""
-        pairs = _FIRST_PAIRS
-        while self.left > 0 and self.best.gap > 1e-9:
-            began = self.clock.now()
-            solved = self._solve_kernel(pairs)
-            quick = self.clock.now() - began < 0.5 * _SHARE * max(self.left, 0.0)
-            if self.best.answer is not None and not (solved and quick):
-                break
-            pairs *= 2 if quick else 1
-            if not quick and self.best.answer is None:
-                self.prices.ascend(self.left * 0.1, 50, clock=self.clock)
-            if pairs > 4 * self.problem.pairs:
-                break
-
-    def _region(self) -> list[int] | None:
-        """Nodes around one that was drawn, so many that a draw takes a small share of the time;
-        None for all of them."""
-        count, edges = len(self.neighbours), 0
-        most = int(_SHARE / 3 * self.left / USUAL.work(1))
-        size = math.exp(self.random.uniform(math.log(20), math.log(20 + 3 * count)))
-        if size > count and self._affordable() is USUAL:
-            return None
-        queue = [int(self.random.integers(count))]
-        seen = set(queue)
-        chosen: list[int] = []
-        while queue and len(chosen) < size and edges < most:
-            node = queue.pop(int(self.random.integers(min(len(queue), 4))))
-            chosen.append(node)
-            for other in self.neighbours[node]:
-                if other not in seen:
-                    seen.add(other)
-                    queue.append(other)
-                else:
-                    edges += 1
-        return chosen
-
-    def _affordable(self) -> Effort:
-        """The effort for a draw of all nodes."""
-        usual = USUAL.work(len(self.problem.edges)) <= _SHARE * self.left
-        return USUAL if usual else QUICK
-
-    def _draw(self, region: list[int] | None, effort: Effort = USUAL) -> None:
-        """Draw answers within the limit; all nodes change where there is no region."""
-        if self.left > 0 and self.best.gap > 1e-9:
-            self._found(self.rounding.draw(self.best.answer, region, effort))
 
     def _found(self, answer: Ints | None) -> bool:
         """Take an answer if it is the best; whether it is."""
         cost = np.inf if answer is None else self.problem.cost(answer)
         better = cost < self.best.cost and self.problem.excess(answer) <= 0  # type: ignore[arg-type]
-        if better:
-            self.best = Result(answer, cost, self.best.bound)
-        bound = min(max(self.best.bound, self.prices.bound), self.best.cost)
-        self.best = Result(self.best.answer, self.best.cost, bound)
+        answer, cost = (answer, cost) if better else (self.best.answer, self.best.cost)
+        self.best = Result(answer, cost, min(max(self.best.bound, self.prices.bound), cost))
         if self.progress is not None:
             self.progress(self.best)
         return better
 
+    def _walk(self) -> Iterator[int]:
+        """Nodes around one that is drawn, near ones first."""
+        queue = [int(self.random.integers(len(self.tables)))]
+        seen = set(queue)
+        while queue:
+            node = queue.pop(int(self.random.integers(min(len(queue), 4))))
+            yield node
+            new = [other for other in self.tables[node] if other not in seen]
+            seen.update(new)
+            queue += new
+
+    def _region(self) -> Sequence[int]:
+        """Nodes around one that is drawn, so many that a draw takes a small share of the time."""
+        count, edges, chosen = len(self.tables), 0, list[int]()
+        size = math.exp(self.random.uniform(math.log(20), math.log(20 + 3 * count)))
+        most = _SHARE / 6 * self.left / (WORK.pass_edge * _PASSES * (1 + _ORDERS))
+        if size > count and 2 * len(self.problem.edges) <= 6 * most:
+            return range(count)
+        for node in self._walk():
+            chosen.append(node)
+            edges += len(self.tables[node])
+            if len(chosen) >= size or edges > most:
+                break
+        return chosen
+
+    def draw(self, free: Sequence[int]) -> Ints | None:
+        """The best of a few answers; None where none of them is within the limit. Free nodes change
+        what they have in the best answer; all do where there is none."""
+        self.clock.charge(WORK.draw)
+        best = self.best.answer
+        scale = float(self.random.choice((0.3, 0.5, 0.8, 1.0, 1.3)))
+        scale *= 2.0**self.failures if best is None else 1.0
+        noise = self.random.uniform(0.7, 1.4, len(self.tables))
+        pairs = zip(self.problem.costs, self.prices.costs(scale), noise, strict=True)
+        costs = [cost + (priced - cost) * change for cost, priced, change in pairs]
+        whole = best is None or len(free) == len(self.tables)
+        wanted = self.prices.messages.decode(costs) if whole or best is None else best
+        wanted = self._passes(_PASSES, costs, wanted, free, self.slack.every)
+        found, least = None, np.inf
+        for _ in range(_ORDERS):
+            answer = self._grant(wanted, free)
+            if answer is not None and (cost := self.problem.cost(answer)) < least:
+                found, least = answer, cost
+            if self.left <= 0:
+                break
+        self.failures += found is None
+        return found
+
+    def _grant(self, wanted: Ints, free: Sequence[int]) -> Ints | None:
+        """An answer near the one wanted, within the limit."""
+        order = self.random.permutation(np.array(free, dtype=np.int64))
+        best = self.slack.least if self.best.answer is None else self.best.answer
+        base = best.copy()
+        base[order] = self.slack.least[order]
+        allowed = self.slack.granted(order, base, wanted)
+        if allowed is None:  # holding the least may exceed the limit at some time
+            allowed = self.slack.granted(order, best, wanted)
+        if allowed is None:
+            return None
+        answer = wanted.copy()
+        for node in order.tolist():
+            if answer[node] not in allowed[node]:
+                total = self._around(node, self.problem.costs[node], answer)[allowed[node]]
+                answer[node] = allowed[node][int(total.argmin())]
+        answer = self._passes(2, self.problem.costs, answer, free, allowed)
+        for _ in range(4):  # give out what is spare
+            order = self.random.permutation(order)
+            allowed = self.slack.granted(order, answer, None)
+            if allowed is None:  # it exceeds the limit by the rounding of sums
+                break
+            before, answer = answer, self._passes(1, self.problem.costs, answer, free, allowed)
+            if (before == answer).all():
+                break
+        return answer
+
+    def _around(self, node: int, costs: Floats, answer: Ints) -> Floats:
+        """What the strategies of a node cost beside what all its neighbours take."""
+        rows = (table[:, answer[other]] for other, table in self.tables[node].items())
+        return sum(rows, start=costs)
+
+    def _passes(
+        self,
+        count: int,
+        costs: Sequence[Floats],
+        answer: Ints,
+        free: Sequence[int],
+        allowed: Sequence[Ints],
+    ) -> Ints:
+        """The answer after so many passes, fewer where one changes nothing or time runs out."""
+        work = WORK.pass_edge * sum(1 + len(self.tables[node]) for node in free)
+        for number in range(count):
+            before = answer
+            answer = improve(self.tables, costs, answer, free, allowed, self.random)
+            self.clock.charge(work)
+            if (before == answer).all() or (number and self.left <= 0):
+                break
+        return answer
+
     def _solve(self, kept: list[Bools], seconds: float) -> tuple[bool, bool]:
         """Solve with only these strategies; whether it was solved, and gave a better answer."""
-        network = ProblemGraph(self.problem)
+        graph = ProblemGraph(self.problem)
         for node, strategies in enumerate(kept):
-            network.keep(node, np.flatnonzero(strategies))
-        part, back = network.result()
-        self.clock.charge(_PER_NODE * len(part.costs) + _PER_PAIR * part.pairs)
+            graph.keep(node, np.flatnonzero(strategies))
+        part, back = graph.result()
+        self.clock.charge(WORK.presolve_node * len(part.costs) + WORK.presolve_pair * part.pairs)
         try:
             smaller = presolve(part)
             result = solve_exactly(smaller.problem, min(seconds, self.left), clock=self.clock)
@@ -159,92 +321,64 @@ class Search:
             return True, False
         if result.answer is None:
             return False, False
-        better = self._found(back(smaller.back(result.answer)))
-        return result.gap <= 1e-9, better
+        return result.gap <= 1e-9, self._found(back(smaller.back(result.answer)))
 
-    def _solve_kernel(self, pairs: int) -> bool:
-        """The strategies with the least margins, as many as give this number of pairs."""
-        margins = self.prices.margins
-        low, high = 0.0, max(float(m.max()) for m in margins)
+    def _threshold(self, kept: list[Bools], scores: list[Floats], pairs: int) -> list[Bools]:
+        """What is kept, and strategies with the least scores, as many as give so many pairs."""
+        flat = np.concatenate(scores)
+        low, high = 0.0, float(flat[np.isfinite(flat)].max())
         for _ in range(30):
             middle = (low + high) / 2
-            if self._pairs([m <= middle for m in margins]) > pairs:
-                high = middle
-            else:
-                low = middle
-        kept = [m <= max(low, float(m.min())) for m in margins]
-        for node, smallest in enumerate(self._smallest()):
-            kept[node][smallest] = True
-            if self.best.answer is not None:
-                kept[node][self.best.answer[node]] = True
-        solved, _ = self._solve(kept, _SHARE * self.left)
-        return solved
+            counts = [int((k | (s <= middle)).sum()) for k, s in zip(kept, scores, strict=True)]
+            total = sum(counts[e.first] * counts[e.second] for e in self.problem.edges)
+            low, high = (low, middle) if total > pairs else (middle, high)
+        return [k | (s <= low) for k, s in zip(kept, scores, strict=True)]
 
-    def _pairs(self, kept: list[Bools]) -> int:
-        counts = [int(k.sum()) for k in kept]
-        return sum(counts[e.first] * counts[e.second] for e in self.problem.edges)
+    def _solve_kernels(self) -> None:
+        """Solve growing kernels, as long as that is quick or nothing was found: strategies with the
+        least margins, and of each node that of the best answer and that which holds least."""
+        pairs = _FIRST_PAIRS
+        while self.left > 0 and pairs <= 4 * self.problem.pairs:
+            began, margins = self.clock.now(), self.prices.margins
+            kept = self._threshold([np.zeros(len(m), dtype=bool) for m in margins], margins, pairs)
+            for node, own in enumerate(kept):
+                own |= margins[node] <= margins[node].min()
+                own[self.slack.least[node]] = True
+                if self.best.answer is not None:
+                    own[self.best.answer[node]] = True
+            solved, _ = self._solve(kept, _SHARE * self.left)
+            quick = self.clock.now() - began < 0.5 * _SHARE * self.left
+            if self.best.answer is not None and not (solved and quick):
+                break
+            pairs *= 2 if quick else 1
+            if not quick:  # and nothing was found: other prices have other margins
+                self.prices.ascend(0.1 * self.left, 50, self.clock)
 
-    def _smallest(self) -> Ints:
-        """Of each node the strategy that holds the least memory over all its time."""
-        memory = self.problem.memory
-        spans = np.repeat(memory.stop - memory.start, memory.sizes)
-        total = np.bincount(self.prices.column, memory.usage * spans, int(self.prices.first[-1]))
-        pieces = np.split(total, self.prices.first[1:-1])
-        return np.array([int(piece.argmin()) for piece in pieces])
-
-    def _improve(self, size: int) -> int:
+    def _improve_neighbourhood(self, size: int) -> int:
         """Free a neighbourhood of about `size` pairs; returns the next size."""
         assert self.best.answer is not None
         kept = [np.zeros(len(c), dtype=bool) for c in self.problem.costs]
         for node, strategy in enumerate(self.best.answer):
             kept[node][strategy] = True
-        if self.random.random() < 0.5:
-            self._free_near(kept, size)
-        else:
-            self._free_cheap(kept, size)
+        if self.random.random() < 0.5:  # all strategies of nodes around one
+            pairs = 0
+            for node in self._walk():
+                kept[node][:] = True
+                pairs += len(kept[node]) * sum(int(kept[o].sum()) for o in self.tables[node])
+                if pairs >= size:
+                    break
+        else:  # everywhere, strategies that cost little more than the ones taken, with noise
+            regret = []
+            for node, costs in enumerate(self.prices.costs()):
+                total = self._around(node, costs, self.best.answer)
+                least = np.minimum(self.prices.margins[node], total - total.min())
+                regret.append(least * self.random.uniform(0.2, 1.8, len(costs)))
+            kept = self._threshold(kept, regret, size + len(self.problem.edges))
         began = self.clock.now()
         solved, better = self._solve(kept, _SHARE * self.left)
-        took = self.clock.now() - began
-        if better:
+        if better or (solved and self.clock.now() - began >= 0.02 * self.left):
             return size
-        if solved and took < 0.02 * self.left:
-            return min(int(size * 1.3), 4 * self.problem.pairs)
-        return max(int(size * 0.8), 200) if not solved else size
-
-    def _free_near(self, kept: list[Bools], size: int) -> None:
-        """All strategies of a node that was drawn, and of nodes around it."""
-        queue = [int(self.random.integers(len(kept)))]
-        seen, pairs = set(queue), 0
-        while queue and pairs < size:
-            node = queue.pop(int(self.random.integers(min(len(queue), 4))))
-            kept[node][:] = True
-            for other in self.neighbours[node]:
-                pairs += len(kept[node]) * int(kept[other].sum())
-                if other not in seen:
-                    seen.add(other)
-                    queue.append(other)
-
-    def _free_cheap(self, kept: list[Bools], size: int) -> None:
-        """Everywhere, strategies that cost little more than the ones taken, with noise."""
-        assert self.best.answer is not None
-        regret: list[Floats] = []
-        for node, costs in enumerate(self.prices.costs()):
-            own = self.rounding.room.every[node]
-            total = self.rounding.blocks.around(node, costs, own, self.best.answer)
-            regret.append(np.minimum(self.prices.margins[node], total - total.min()))
-        flat = np.concatenate(regret) * self.random.uniform(0.2, 1.8, int(self.prices.first[-1]))
-        pieces = np.split(flat, self.prices.first[1:-1])
-        low, high = 0.0, float(flat[np.isfinite(flat)].max())
-        for _ in range(25):
-            middle = (low + high) / 2
-            if self._pairs([k | (p <= middle) for k, p in zip(kept, pieces, strict=True)]) > (
-                size + len(self.problem.edges)
-            ):
-                high = middle
-            else:
-                low = middle
-        for k, p in zip(kept, pieces, strict=True):
-            k |= p <= low
+        return min(int(size * 1.3), 4 * self.problem.pairs) if solved else max(size * 4 // 5, 200)
 
 
 def search(
@@ -255,4 +389,4 @@ def search(
     start: Ints | None = None,
 ) -> Result:
     """A good answer within the time given, with a bound. `start` is an answer within the limit."""
-    return Search(problem, seconds, progress, clock or Clock(seconds), start).run()
+    return Search(problem, seconds, progress, clock, start).run()

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
+from gshard.autosharding.annotate import AnnotationSearch
 from gshard.autosharding.auto import _Chooser
 from gshard.autosharding.budget import Clock
-from gshard.autosharding.candidates import Candidates, ModelAnswer
 from gshard.autosharding.cost.model import build
 from gshard.autosharding.cost.specs import NONE, specs_of
+from gshard.autosharding.evaluate import Evaluator, ModelAnswer
 from gshard.autosharding.solver import solve
 from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import hardware
@@ -45,13 +46,13 @@ def _layout(subject, limit, copies):
     answer = solve(model.problem).answer
     if copies:
         assert model.uncounted(answer)
-        model = build(subject.flat, (8,), MACHINE, limit, paired=set(model.forms))
+        model = build(subject.flat, (8,), MACHINE, limit, paired=set(model.copies))
         answer = solve(model.problem).answer
         assert not model.uncounted(answer)
     peak = model.problem.memory.profile(answer).max()
     assert peak <= limit
-    candidates = Candidates(subject, MACHINE, int(limit), {}, Clock(600.0))
-    return candidates.of_all(ModelAnswer(0.0, model, answer, peak)), peak
+    evaluator = Evaluator(subject, MACHINE, int(limit), {}, Clock(600.0))
+    return AnnotationSearch(evaluator, ModelAnswer(0.0, model, answer, peak)).everything(), peak
 
 
 def test_gathered_copies_count():
@@ -77,7 +78,9 @@ def test_partial_sums_count():
     partial = 4096 * 4096 * 4 * MACHINE.efficiency.slack
     model = build(flat, (8,), MACHINE, 1.01 * (least + partial))
     inner = solve(model.problem)
-    assert model.specs(inner.answer) == [(1,), (0,)]
+    assert [
+        specs_of(v.aval.shape, (8,))[inner.answer[model.nodes[v]]] for v in flat.jaxpr.invars
+    ] == [(1,), (0,)]
     tight = solve(build(flat, (8,), MACHINE, least + 0.9 * partial).problem)
     assert tight.cost > inner.cost
 

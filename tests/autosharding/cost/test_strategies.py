@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from gshard.autosharding.cost.lower_bound import LowerBoundPrices
 from gshard.autosharding.cost.specs import NONE, specs_of
-from gshard.autosharding.cost.strategies import PICO, Tables
+from gshard.autosharding.cost.strategies import PICO, OperatorPrices
 from gshard.autosharding.cost.work import MemoryTraffic
 from gshard.forecast.hardware import hardware
 from gshard.propagation.flow import Flow
@@ -15,32 +16,32 @@ from gshard.propagation.flow import Flow
 SHAPES = (256, 2048), (2048, 512)
 
 
-def operator(fn, *shapes, optimistic=False):
+def operator(fn, *shapes, prices=OperatorPrices):
     """The last operator of a function, and the tables of it on 8 devices."""
     jaxpr = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]).jaxpr
     flow = Flow(jaxpr, 8)
     *_, edge = [e for e in flow.edges if e.eqn is not None]
-    return edge, Tables(jaxpr, (8,), hardware("h100"), optimistic)
+    return edge, prices(jaxpr, (8,), hardware("h100"))
 
 
 @pytest.fixture(scope="module")
 def product():
     """The tables of a product on 8 devices, and the rows of its three factors."""
-    edge, tables = operator(jnp.dot, *SHAPES)
-    found = tables.of(edge, MemoryTraffic(), ((1.0, 1.0), (1.0,))).tables
-    row = {factor: i for i, (factor,) in enumerate(tables._strategies(edge))}
+    edge, prices = operator(jnp.dot, *SHAPES)
+    found = prices.of(edge, MemoryTraffic(), ((1.0, 1.0), (1.0,))).tables
+    row = {factor: i for i, (factor,) in enumerate(prices.strategies(edge))}
     (contracted,) = edge.factors.reduced
-    return tables, found, row[contracted], row[None]
+    return prices, found, row[contracted], row[None]
 
 
 def test_partial_results_cost_their_reduction(product):
-    tables, (_, _, result), contracted, unsplit = product
+    prices, (_, _, result), contracted, unsplit = product
     position = {spec: i for i, spec in enumerate(specs_of((256, 512), (8,)))}
     size = 256 * 512 * 4
     seconds = {
-        (NONE,): tables.alone.seconds("all_reduce", 0, size),
-        (0,): tables.alone.seconds("reduce_scatter", 0, size),
-        (1,): tables.alone.seconds("reduce_scatter", 0, size),
+        (NONE,): prices.alone.seconds("all_reduce", 0, size),
+        (0,): prices.alone.seconds("reduce_scatter", 0, size),
+        (1,): prices.alone.seconds("reduce_scatter", 0, size),
     }
     for spec, each in seconds.items():
         assert result[contracted, position[spec]] == np.rint(each * PICO) > 0
@@ -61,9 +62,9 @@ ROWS = (512, 256)
 
 def inside(fn, *shapes):
     """What an operator sends by itself where a factor is split, in bytes, by factor."""
-    edge, tables = operator(fn, *shapes)
-    speed = tables.hardware.sent_per_second
-    return {s: tables._inside(edge, (s,)) * speed for (s,) in tables._strategies(edge)}
+    edge, prices = operator(fn, *shapes)
+    speed = prices.hardware.sent_per_second
+    return {s: prices.sent_inside(edge, (s,)) * speed for (s,) in prices.strategies(edge)}
 
 
 def test_a_slice_of_a_split_dim_sends_the_rows_that_change_tiles():
@@ -84,5 +85,5 @@ def test_a_sort_along_a_split_dim_costs_the_cheapest_of_its_ways():
 
 
 def test_a_bound_takes_what_is_sent_inside_for_free():
-    edge, tables = operator(lambda x: lax.sort(x, dimension=0), ROWS, optimistic=True)
-    assert {tables._inside(edge, s) for s in tables._strategies(edge)} == {0.0}
+    edge, prices = operator(lambda x: lax.sort(x, dimension=0), ROWS, prices=LowerBoundPrices)
+    assert {prices.sent_inside(edge, s) for s in prices.strategies(edge)} == {0.0}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from hypothesis import reject
 from hypothesis import strategies as st
 
-from gshard.autosharding.solver.problem import FORBIDDEN, MemoryModel, Problem, unite
+from gshard.autosharding.solver.presolve import merge
+from gshard.autosharding.solver.problem import FORBIDDEN, MemoryModel, NoAnswerError, Problem, unite
 
 
 @st.composite
@@ -61,3 +63,11 @@ def best_answer(problem: Problem) -> np.ndarray | None:
         if cost < best and problem.excess(answer) <= 0:
             best, found = cost, answer
     return found
+
+
+def consistent(problem):
+    """Without strategies that no neighbour can be combined with, as message passing needs it."""
+    try:
+        return merge(problem)[0]
+    except NoAnswerError:
+        reject()

@@ -5,18 +5,14 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.contest import from_contest
 from gshard.autosharding.budget import Clock
 from gshard.autosharding.solver import solve
-from gshard.autosharding.solver.blocks import NodeEdges
-from gshard.autosharding.solver.prices import Prices
-from gshard.autosharding.solver.room import Room
-from gshard.autosharding.solver.rounding import QUICK, Rounding
-from gshard.autosharding.solver.search import search
-from tests.autosharding.solver.problems import brute_force, problems
+from gshard.autosharding.solver.search import MemorySlack, Search, improve, search
+from tests.autosharding.solver.problems import brute_force, consistent, problems
 from tests.autosharding.solver.shapes import SHAPES, instance
 
 
@@ -28,8 +24,8 @@ def test_a_pass_costs_no_more_and_changes_only_its_nodes(problem, seed):
     allowed = [a if len(a) else np.zeros(1, dtype=np.int64) for a in allowed]
     start = np.array([rng.choice(a) for a in allowed])
     free = np.flatnonzero(rng.random(len(start)) < 0.7).tolist()
-    blocks = NodeEdges(problem, rng)
-    answer = blocks.improve(problem.costs, start, blocks.part(free, start), allowed)
+    tables = Search(problem, 1.0).tables
+    answer = improve(tables, problem.costs, start, free, allowed, rng)
     assert problem.cost(answer) <= problem.cost(start)
     for node, strategy in enumerate(answer):
         assert strategy in allowed[node]
@@ -42,9 +38,8 @@ def test_a_pass_over_a_tree_finds_the_best_answer(shape, seed):
     data = instance(shape, 6, 4, 1e6, seed)  # as if there were no limit
     problem, rng = from_contest(data), np.random.default_rng(seed)
     start = np.array([rng.integers(len(c)) for c in problem.costs])
-    blocks, every = NodeEdges(problem, rng), [np.arange(len(c)) for c in problem.costs]
-    part = blocks.part(range(len(start)), start)
-    answer = blocks.improve(problem.costs, start, part, every)
+    every, tables = MemorySlack(problem).every, Search(problem, 1.0).tables
+    answer = improve(tables, problem.costs, start, range(len(start)), every, rng)
     assert problem.cost(answer) == brute_force(problem)
 
 
@@ -55,7 +50,7 @@ def test_any_combination_of_what_is_granted_fits(problem, seed, wishes):
     base = np.array([rng.integers(len(c)) for c in problem.costs])
     wanted = np.array([rng.integers(len(c)) for c in problem.costs]) if wishes else None
     order = rng.permutation(len(base))[: rng.integers(1, len(base) + 1)]
-    allowed = Room(problem).given(order, base, wanted)
+    allowed = MemorySlack(problem).granted(order, base, wanted)
     if allowed is None:
         assert problem.excess(base) > 0
         return
@@ -67,12 +62,12 @@ def test_any_combination_of_what_is_granted_fits(problem, seed, wishes):
 def test_draws_are_within_a_tight_limit(shape):
     """Even before there are prices; and the nodes that are not free keep what they have."""
     problem = from_contest(instance(shape, 60, 8, 1.0, 1))
-    rng = np.random.default_rng(0)
-    rounding = Rounding(problem, Prices(problem), rng, Clock(60.0))
-    first = rounding.draw(None, effort=QUICK)
+    drawing = Search(problem, 60.0, clock=Clock(600.0, 60.0))
+    first = drawing.draw(range(60))
     assert first is not None
     assert problem.excess(first) <= 0
-    answer = rounding.draw(first, list(range(10, 30)))
+    drawing = Search(problem, 60.0, clock=Clock(600.0, 60.0), start=first)
+    answer = drawing.draw(range(10, 30))
     assert answer is not None
     assert problem.excess(answer) <= 0
     np.testing.assert_array_equal(np.delete(answer, range(10, 30)), np.delete(first, range(10, 30)))
@@ -89,3 +84,16 @@ def test_solve_and_search_are_brute_force(shape):
     assert problem.excess(result.answer) <= 0
     assert result.cost == problem.cost(result.answer) == wanted
     assert result.bound <= wanted + 1e-6
+
+
+@settings(max_examples=15, deadline=None)
+@given(problem=problems())
+def test_search_finds_answers_within_the_limit(problem):
+    """The search alone, without the presolve that would leave it nothing to do."""
+    problem = consistent(problem)
+    wanted = brute_force(problem)
+    assume(np.isfinite(wanted))
+    result = search(problem, 0.3)
+    if result.answer is not None:
+        assert problem.excess(result.answer) <= 0
+        assert result.bound - 1e-6 <= wanted <= result.cost

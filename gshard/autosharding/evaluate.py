@@ -1,0 +1,338 @@
+"""Solve the models of a program, lower layouts of it, and forecast them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from gshard import _jax
+from gshard.autosharding.budget import WORK, Clock
+from gshard.autosharding.cost.lower_bound import build_lower_bound
+from gshard.autosharding.cost.model import MeshProblem, build
+from gshard.autosharding.cost.specs import MeshShape, Spec, sharding_of, specs_of
+from gshard.autosharding.cost.strategies import PICO
+from gshard.autosharding.layout import Layout
+from gshard.autosharding.layout.annotations import (
+    AXES,
+    Annotated,
+    AnnotatedInside,
+    dims_on,
+)
+from gshard.autosharding.layout.summary import Considered
+from gshard.autosharding.solver import presolving_work, solve, solve_with_priced_memory
+from gshard.autosharding.solver.ilp import Result
+from gshard.autosharding.solver.problem import Floats, Ints, NoAnswerError, Problem
+from gshard.autosharding.traced import TracedProgram
+from gshard.capture.inside import TensorSite, places
+from gshard.forecast.hardware import Hardware
+from gshard.forecast.report import Forecast
+from gshard.graph.regions import walk
+from gshard.jit import jit
+from gshard.moving.costs import use_cost_model
+from gshard.propagation.flow import Edge, Flow
+from gshard.propagation.propagate import propagate
+from gshard.tensors.sharding import Sharding
+
+# Share of a bound that sums of floating-point numbers may be off.
+_ROUNDING = 1e-9
+
+_SWEEPS = 8  # in which operators choose again; later ones change next to nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelAnswer:
+    """An answer of a model: what it costs there, and the most bytes that it counts."""
+
+    cost: float
+    model: MeshProblem
+    answer: Ints
+    peak: float
+    gap: float = 0.0  # to the best cost of the model, as a share
+
+    def spec(self, var: Any) -> Spec | None:
+        """How the answer shards a tensor; None for scalars."""
+        node = self.model.nodes.get(var, -1)
+        return None if node < 0 else specs_of(var.aval.shape, self.model.mesh)[self.answer[node]]
+
+    def sharding(self, var: Any) -> Sharding:
+        """The sharding of a tensor that is no scalar."""
+        return sharding_of(self.spec(var) or (), len(var.aval.shape), self.model.mesh)
+
+
+@dataclasses.dataclass
+class Evaluator:
+    """Lowers layouts of one program, and remembers what became of each."""
+
+    subject: TracedProgram
+    machine: Hardware
+    limit: int
+    keywords: Mapping[str, Any]
+    clock: Clock
+    considered: list[Considered] = dataclasses.field(default_factory=list)
+    lowering_seconds: float = 0.0  # of processor time that the slowest one took
+
+    @property
+    def propagating_work(self) -> float:
+        """Seconds of work to propagate in the program."""
+        return WORK.propagating * self.equations
+
+    def propagated(self, fixed: Mapping[Any, Sharding]) -> Mapping[Any, Sharding]:
+        """What propagation makes of some annotations."""
+        self.clock.charge(self.propagating_work)
+        with _jax.without_mesh(), use_cost_model(self.machine.cost_model):
+            found = propagate(self.subject.flat, self.subject.devices, inside=fixed)
+        return found.shardings
+
+    @functools.cached_property
+    def places(self) -> dict[Any, tuple[TensorSite, int]]:
+        """The place of every tensor that the program makes, and its number there."""
+        return places(self.subject.flat)
+
+    @functools.cached_property
+    def operators(self) -> list[Edge]:
+        """The operators of the program, with their factors."""
+        flow = Flow(self.subject.flat.jaxpr, self.subject.devices)
+        return [e for e in flow.edges if e.eqn is not None and e.atoms[1]]
+
+    def evaluate(
+        self,
+        mesh: MeshShape,
+        annotations: tuple[Annotated, ...],
+        inside: tuple[AnnotatedInside, ...] = (),
+        results: Mapping[str, Annotated] | None = None,
+    ) -> Layout:
+        """A layout with the figures of its lowered program.
+
+        States keep their shardings from step to step: a result that is the argument of the next
+        step is annotated like that argument, where it is not sharded so by itself. `results` are
+        annotations that are known to be needed for it.
+        """
+        names = dict(zip(AXES, mesh, strict=False))
+        by_path = {a.path: a for a in annotations}
+        known = {
+            result: dataclasses.replace(by_path[argument], path=result)
+            for result, argument in self.subject.states
+            if argument in by_path
+        }
+        layout = Layout(names, annotations, self.machine.name, 0.0, 0, 0.0, inside=inside)
+        needed = {**(results or {}), **known}
+        layout, forecast = self._lowered(layout, needed)
+        changing = self._changing(layout)
+        if changing.keys() - known.keys():
+            layout, forecast = self._lowered(layout, {**needed, **changing, **known})
+        count = len(annotations) + len(inside)
+        name = f"mesh {' x '.join(map(str, mesh))}, {count} annotations"
+        self.considered.append(Considered.of(name, forecast, self.limit))
+        return dataclasses.replace(layout, considered=tuple(self.considered), limit=self.limit)
+
+    @functools.cached_property
+    def equations(self) -> int:
+        """The equations of the program, loops counted once."""
+        return sum(1 for _ in walk(self.subject.flat.jaxpr))
+
+    @property
+    def lowering_work(self) -> float:
+        """Seconds of work to lower a layout."""
+        return WORK.lowering * self.equations
+
+    def _lowered(self, layout: Layout, results: Mapping[str, Annotated]) -> tuple[Layout, Forecast]:
+        layout = dataclasses.replace(layout, results=tuple(results.values()))
+        subject, began = self.subject, time.process_time()
+        keywords = {"hardware": self.machine, **self.keywords}
+        keywords["devices"] = subject.devices
+        lowered = jit(subject.fn, annotations=layout, **keywords).lower(*subject.args)
+        forecast = lowered.forecast(self.machine)
+        self.clock.charge(self.lowering_work)
+        self.lowering_seconds = max(self.lowering_seconds, time.process_time() - began)
+        layout = dataclasses.replace(
+            layout,
+            seconds=forecast.serial_seconds,  # the model does not count overlap either
+            memory_bytes=forecast.memory_bytes,
+            lowered=lowered,
+            function=subject.fn,
+            keywords={**keywords, "devices": self._present()},
+            arguments=subject.args,
+        )
+        return layout, forecast
+
+    def _changing(self, layout: Layout) -> dict[str, Annotated]:
+        """Annotations, like those of their arguments, for results that are sharded otherwise than
+        the argument they replace."""
+        assert layout.lowered is not None
+        given, made = layout.lowered.flat_shardings
+        shapes, found, first = dict(self.subject.paths), {}, self.subject.closed_over
+        pairs = zip(self.subject.states, self.subject.returned, strict=True)
+        for (result, argument), (number, place) in pairs:
+            held = given[place - first]
+            if made[number] is not held and shapes[argument]:
+                dims = dims_on(held, layout.mesh)
+                if dims is not None:
+                    found[result] = Annotated(result, shapes[argument], dims)
+        return found
+
+    def _present(self) -> Any:
+        """The devices to run on, where there are enough; else their number."""
+        here = jax.devices()
+        count = self.subject.devices
+        return here[:count] if len(here) >= count else count
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSolver:
+    """Solves the models of one program: an answer to make layouts of, and a bound."""
+
+    subject: TracedProgram
+    machine: Hardware
+    clock: Clock
+    donated: bool
+
+    def choice(
+        self, mesh: MeshShape, limit: float, seconds: float, needed: bool
+    ) -> ModelAnswer | None:
+        """The answer of the likely model on a mesh; copies count where they break the limit."""
+        paired: set[Any] = set()
+        best: tuple[MeshProblem, Result] | None = None
+        flat, returned, donated = self.subject.flat, self.subject.returned, self.donated
+        for number in range(2):  # copies count from the second time on
+            model = build(flat, mesh, self.machine, limit, returned, paired=paired, donated=donated)
+            self.clock.charge(WORK.model_node * len(model.problem.costs))
+            if not needed and presolving_work(model.problem) > seconds:
+                break
+            result = self._solved(model.problem, seconds / (1 + number), needed and not number)
+            if result.answer is None:
+                break
+            best = model, result
+            if not model.uncounted(result.answer):
+                break
+            paired = set(model.copies)
+        if best is None or best[1].answer is None:
+            return None
+        model, result = best
+        peak = float(model.problem.memory.profile(best[1].answer).max(initial=0.0))
+        return ModelAnswer(result.cost / PICO, model, best[1].answer, peak, result.gap)
+
+    def _solved(self, problem: Problem, seconds: float, needed: bool) -> Result:
+        """The answer of a model; where none fits and one is needed, one that holds little."""
+        result, fits = Result(None, np.inf, -np.inf), True
+        try:
+            result = solve(problem, seconds, clock=self.clock)
+        except NoAnswerError:
+            fits = False
+        if result.answer is None and (needed or not fits):
+            result = solve_with_priced_memory(problem, seconds, self.clock)
+        return result
+
+    def bound(self, mesh: MeshShape, limit: float, seconds: float) -> float:
+        """Seconds that the forecast of no layout over a mesh is below; infinite if none fits."""
+        flat, returned = self.subject.flat, self.subject.returned
+        problem = build_lower_bound(flat, mesh, self.machine, limit, returned).problem
+        # A bound at once: every operator at its cheapest, and nothing moves.
+        own = problem.constant + sum(float(c.min(initial=math.inf)) for c in problem.costs)
+        if seconds > 0:
+            try:
+                own = max(own, solve(problem, seconds, clock=self.clock).bound)
+            except NoAnswerError:  # arguments alone do not fit over this mesh
+                return math.inf
+        return (1 - _ROUNDING) * own / PICO
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """Shardings that differ from those of an answer, priced.
+
+    `seconds` is what they cost more, `excess_bytes` what they hold above the memory limit;
+    `extra_cost` is the share of each node in the one, or where memory is exceeded in the other.
+    """
+
+    seconds: float
+    excess_bytes: float
+    tensors: frozenset[Any]
+    extra_cost: Floats
+
+
+class Deviations:
+    """Prices other shardings than those of an answer."""
+
+    def __init__(self, model: MeshProblem, answer: Ints) -> None:
+        self.model, self.answer = model, answer
+        problem = model.problem
+        self.neighbours: list[list[tuple[int, Floats]]] = [[] for _ in problem.costs]
+        for edge in problem.edges:
+            table = np.minimum(edge.costs, 1e18)  # above all that is allowed, and can be added
+            self.neighbours[edge.first].append((edge.second, table))
+            self.neighbours[edge.second].append((edge.first, table.T))
+        tensors = set(model.nodes.values())
+        self.operators = [node for node in range(len(problem.costs)) if node not in tensors]
+        self.best = self._costs(answer)
+
+    def priced(self, found: Mapping[Any, Sharding]) -> Deviation:
+        """What these shardings cost more than the answer."""
+        answer, different = self.answer.copy(), set()
+        for var, node in self.model.nodes.items():
+            numbers = _numbers(var.aval.shape, self.model.mesh)
+            number = numbers.get(found[var]) if var in found else None
+            if number is not None and number != answer[node]:
+                different.add(var)
+                answer[node] = number
+        self._choose_operators(answer)
+        extra = self._costs(answer) - self.best
+        seconds, excess = float(extra.sum()) / PICO, self.model.problem.excess(answer)
+        if excess > 0:
+            extra = self._extra_bytes(answer)
+        return Deviation(seconds, excess, frozenset(different), extra)
+
+    def around(self, variables: Iterable[Any]) -> set[int]:
+        """The nodes of some tensors, and those next to them."""
+        own = {self.model.nodes[var] for var in variables if var in self.model.nodes}
+        return own.union(*({node for node, _ in self.neighbours[each]} for each in own))
+
+    def _choose_operators(self, answer: Ints) -> None:
+        """Let operators, and the copies that they read, choose again; `answer` is changed."""
+        costs, changed = self.model.problem.costs, set(range(len(answer)))
+        for _ in range(_SWEEPS):
+            now: set[int] = set()
+            for node in self.operators:
+                if node in changed:
+                    tables = (table[:, answer[other]] for other, table in self.neighbours[node])
+                    total = sum(tables, start=costs[node])
+                    least = int(total.argmin())
+                    if total[least] < total[answer[node]]:
+                        answer[node] = least
+                        now.update(other for other, _ in self.neighbours[node])
+            changed = now.union(*({o for o, _ in self.neighbours[node]} for node in now))
+            if not changed:
+                break
+
+    def _costs(self, answer: Ints) -> Floats:
+        """The cost of each node, with half of that of its edges. A forbidden pair costs as much as
+        the most expensive allowed one: a lowered program has a way for it."""
+        found = np.array([own[answer[node]] for node, own in enumerate(self.model.problem.costs)])
+        for edge in self.model.problem.edges:
+            cost = edge.costs[answer[edge.first], answer[edge.second]]
+            if not np.isfinite(cost):
+                cost = edge.costs[np.isfinite(edge.costs)].max(initial=0.0)
+            found[[edge.first, edge.second]] += cost / 2
+        return found
+
+    def _extra_bytes(self, answer: Ints) -> Floats:
+        """The bytes that each node holds more than in the best answer, when most is exceeded."""
+        memory = self.model.problem.memory
+        time = int(np.argmax(memory.profile(answer) - memory.limit))
+        live = np.flatnonzero((memory.start <= time) & (time < memory.stop))
+        nodes, first = memory.node[live], memory.first[live]
+        more = memory.usage[first + answer[nodes]] - memory.usage[first + self.answer[nodes]]
+        return np.bincount(nodes, more, len(answer)).astype(np.float64)
+
+
+@functools.lru_cache(maxsize=4096)
+def _numbers(shape: tuple[int, ...], mesh: MeshShape) -> dict[Sharding, int]:
+    """The strategies of a tensor by its sharding."""
+    specs = specs_of(shape, mesh)
+    return {sharding_of(spec, len(shape), mesh): n for n, spec in reversed([*enumerate(specs)])}

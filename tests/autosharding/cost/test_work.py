@@ -1,0 +1,25 @@
+"""What a fused operator reads and writes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gshard.autosharding.cost.work import FusedWork
+from gshard.forecast.hardware import hardware
+
+
+@pytest.mark.parametrize(
+    ("axes", "reads"),
+    [
+        ((0,), True),  # rows are summed up: nothing can be fused with what reads the sums
+        ((0, 1, 2), True),  # so many rows that no device has a single one
+        ((1, 2), False),  # a device may have one row of dim 1, and keep it on chip
+    ],
+)
+def test_only_reductions_of_rows_may_read_nothing(axes, reads):
+    jaxpr = jax.make_jaxpr(lambda x: jnp.exp(x - jnp.sum(x * x, axes, keepdims=True)))(
+        jax.ShapeDtypeStruct((64, 8, 128), jnp.float32)
+    ).jaxpr
+    work = FusedWork(jaxpr, hardware("h100"), 8, fused_on=8)
+    eqn = next(e for e in jaxpr.eqns if e.primitive.name == "mul")
+    assert bool(work.of(eqn).reads) == reads
