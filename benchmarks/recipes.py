@@ -36,7 +36,7 @@ NAMES = (
     "data_parallel", "gradient_accumulation", "zero1", "fsdp", "hsdp", "tensor_parallel",
     "sequence_parallel", "two_dims", "experts", "dropless", "context_parallel", "spatial",
     "fourier", "pipeline", "parallel_block", "muon", "graph_network",
-    "qlora", "unet", "experts_two_dims", "kalman",
+    "qlora", "unet", "experts_two_dims", "kalman", "stencils",
 )  # fmt: skip
 RUNS = 15
 

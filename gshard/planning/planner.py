@@ -104,6 +104,10 @@ class Planner:
         """The cheapest way to run `eqn` on `tiles`."""
         return self.choice.cheapest(eqn, rule, tiles, targets)
 
+    def readers(self, var: Any) -> Sequence[JaxprEqn]:
+        """The equations that read a variable."""
+        return [] if isinstance(var, Literal) else self.choice.uses.users(var)
+
     def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
         """The cost of all slices of a variable; those that are `alike` are computed once."""
         return self.choice.over_slices(var, alike, cost)

@@ -23,7 +23,7 @@ from jax.extend.core import primitives as p
 from gshard._jax import stack_p, unstack_p
 from gshard.graph.reason import Reason
 from gshard.graph.row_map import Axis, Layer, entire
-from gshard.moving.halo import align
+from gshard.moving.halo import align, window
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import Move, Runs, Windows, plan_fetch
@@ -116,8 +116,8 @@ def _row_map(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
         n: ctx.reshard(tiles[n], way.operands[n], reason)
         for n in dict.fromkeys(layer.source for layer in layers)
     }
-    array = _Painting(ctx, result, shape, _moving(eqn, layers), _name(eqn)).run(layers, ready)
-    return [Tile(array, result, shape)]
+    painting = _Painting(ctx, result, shape, _moving(eqn, layers), _name(eqn), eqn.invars)
+    return [Tile(painting.run(layers, ready), result, shape)]
 
 
 def _name(eqn: JaxprEqn) -> str:
@@ -128,9 +128,16 @@ class _Painting:
     """A device's tile of the result, under a sharding."""
 
     def __init__(
-        self, ctx: Context, result: Sharding, shape: Sequence[int], moving: list[int], name: str
+        self,
+        ctx: Context,
+        result: Sharding,
+        shape: Sequence[int],
+        moving: list[int],
+        name: str,
+        sources: Sequence[Any] = (),
     ):
         self.ctx = ctx
+        self.sources = sources
         self.splits = result.splits
         self.shape = shape
         self.local = result.local_shape(shape)
@@ -195,7 +202,10 @@ class _Painting:
         return Layer(self.fetched[key], parts.base, parts.axes), mask
 
     def _on_tile(self, split: Split, number: int) -> Mask:
-        return lambda shape: lax.broadcast(self.ctx.place.lookup(split.own == number), shape)
+        def mask(shape: Sequence[int]) -> jax.Array:
+            return jnp.broadcast_to(self.ctx.place.lookup(split.own) == number, shape)
+
+        return mask
 
     def _within(self, split: Split, dim: int, axis: Axis) -> Mask:
         """A mask of the rows of an axis, in this device's tile."""
@@ -228,10 +238,47 @@ class _Painting:
             array = align(self.ctx.place, tile.array, tile.sharding, dim, windows, reason)
         elif axis.is_run:
             only, first = (base, base + axis.rows), starts + base - axis.at
-            array = fetch(self.ctx.place, tile, dim, first, rows, reason, only, split)
+            hull = self._hull(layer.source, tile, dim, split) if tile.sharding.splits[dim] else None
+            if hull:  # the rows for all readers at once
+                low, width = hull
+                array = fetch(self.ctx.place, tile, dim, low, width, reason, None, split)
+                array = window(self.ctx.place, array, dim, (first - low)[split.own], rows)
+            else:
+                array = fetch(self.ctx.place, tile, dim, first, rows, reason, only, split)
         else:
             array = _affine(axis, base, self.shape[dim]).run(self.ctx, tile, dim, split, reason)
         return key, Tile(array, sharding, after)
+
+    def _hull(
+        self, source: int, tile: Tile, dim: int, split: Split
+    ) -> tuple[np.ndarray, int] | None:
+        """The rows that all row maps of a source read, if that sends less than one by one."""
+        found: dict[tuple[int, int], int] = {}
+        for eqn in self.ctx.readers(self.sources[source]) if self.sources else ():
+            if eqn.primitive is not row_map_p:
+                continue
+            aval, var = eqn.outvars[0].aval, self.sources[source]
+            if self.ctx.sharding(eqn.outvars[0]).splits[dim] is not split:
+                continue
+            rows = split.rows(aval.shape[dim])
+            for layer in eqn.params["layers"]:
+                axis = layer.axes[dim]
+                if eqn.invars[layer.source] is var and axis.is_run and axis.rows > 1:
+                    found[layer.base[dim] - axis.at, rows] = 0
+        if len(found) < 2:
+            return None
+        number = np.arange(split.tiles)
+        starts = [number * rows + by for by, rows in found]
+        low = np.min(starts, axis=0)
+        ends = [s + rows for s, (_, rows) in zip(starts, found, strict=True)]
+        width = int((np.max(ends, axis=0) - low).max())
+        size = tile.shape[dim]
+        each = [
+            plan_fetch(split.tiles, size, s, rows).sent
+            for s, (_, rows) in zip(starts, found, strict=True)
+        ]
+        together = plan_fetch(split.tiles, size, low, width).sent
+        return (low, width) if together < sum(each) else None
 
     def _moves_together(
         self, layer: Layer, tile: Tile, dim: int, layers: Sequence[Layer]

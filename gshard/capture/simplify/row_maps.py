@@ -8,7 +8,7 @@ devices. As one operator (`row_map`), only the rows that cross from one tile to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from gshard.capture.simplify.known_updates import COMBINING, without_updates
 from gshard.capture.simplify.known_windows import gathered, scattered
 from gshard.capture.simplify.painting import painting
 from gshard.capture.simplify.passes import in_every_body
-from gshard.graph import Graph
+from gshard.graph import Graph, renamed
 from gshard.graph.row_map import Axis, Layer, by_rows, constant, entire, through, visible
 from gshard.rules.base.primitives import row_map_p
 
@@ -38,13 +38,14 @@ def composed(graph: Graph, near: Near = lambda source, result: False) -> list[Ja
     """
     if not any(eqn.primitive in _MAPS or eqn.primitive in COMBINING for eqn in graph.eqns):
         return graph.eqns
-    graph = Graph(without_updates(graph), graph.results, graph.known)
+    eqns = _without_copies(without_updates(graph), graph.results)
+    graph = Graph(eqns, graph.results, graph.known)
     origins = Origins(graph, near)
     needed = {a for a in graph.results if not isinstance(a, Literal)}
     found: list[JaxprEqn] = []
     for eqn in reversed(graph.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            made = _composed(eqn, origins)
+            made = _composed(eqn, origins, needed)
             needed |= {a for e in made for a in e.invars if not isinstance(a, Literal)}
             found += reversed(made)
     return found[::-1]
@@ -54,14 +55,40 @@ compose_row_maps = in_every_body(composed)
 compose_row_maps.__name__ = "compose_row_maps"
 
 
-def _composed(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn]:
-    layers = origins.maps.get(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
+def _without_copies(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
+    """The equations without slices and pads that change nothing."""
+    same: dict[Any, Any] = {}
+    kept = []
+    for eqn in eqns:
+        eqn = renamed(eqn, same) if same else eqn
+        if eqn.primitive in (p.slice_p, p.pad_p):
+            (out,), source = eqn.outvars, eqn.invars[0]
+            widths = [c for around in eqn.params.get("padding_config", ()) for c in around]
+            if not any(widths) and out.aval == source.aval and out not in results:
+                same[out] = source
+                continue
+        kept.append(eqn)
+    return kept
+
+
+def _composed(eqn: JaxprEqn, origins: Origins, needed: set[Any]) -> list[JaxprEqn]:
+    if eqn.primitive is split_p:
+        parts = [eqn.replace(outvars=[v]) for v in eqn.outvars if v in needed]
+        made = [_composed_one(part, origins) for part in parts]
+        slices = all(made[i] != [parts[i]] for i in range(len(parts)))
+        return [e for own in made for e in own] if slices else [eqn]
+    return _composed_one(eqn, origins) if len(eqn.outvars) == 1 else [eqn]
+
+
+def _composed_one(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn]:
+    layers = origins.maps.get(eqn.outvars[0])
     if layers is None or eqn.primitive in _VIEWS:
         return [eqn]
     resolved = origins.resolved(layers, eqn.outvars[0])
     if eqn.primitive in _MOVING:
         same = resolved == layers or layers[0].is_all(layers[0].source.aval.shape)
-        return [eqn] if same or not _is_shift(resolved) else painting(eqn, resolved)
+        moved = _is_shift(resolved) or origins.are_near(resolved, eqn.outvars[0])
+        return painting(eqn, resolved) if moved and not same else [eqn]
     if resolved == layers and eqn.primitive in (p.concatenate_p, row_map_p):
         return [eqn]
     return painting(eqn, resolved)
@@ -118,6 +145,11 @@ class Origins:
             )
             resolved += found if mostly and all(map(_can_paint, found)) else [layer]
         return visible(resolved)
+
+    def are_near(self, layers: Layers, result: Any) -> bool:
+        """Whether a result is painted with tensors near it alone."""
+        sources = [layer.source for layer in layers if not layer.is_constant]
+        return bool(sources) and all(self.near(source, result) for source in sources)
 
     def of_layer(self, layer: Layer) -> Iterator[Layer]:
         """A layer as layers of tensors that are not row maps themselves."""
@@ -287,5 +319,5 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
     p.add_p: _of_sum,
     p.add_jaxvals_p: _of_sum,
 }
-_MOVING = (p.slice_p, p.pad_p, p.rev_p)
+_MOVING = (p.slice_p, p.pad_p, p.rev_p, split_p)
 _VIEWS = (p.reshape_p, p.squeeze_p, p.broadcast_in_dim_p, p.convert_element_type_p)

@@ -217,14 +217,15 @@ class _Windows:
         placed, cut, other = list[Layer](), list[tuple[Any, Layers]](), 0
         for var in members:
             other += sum(var is result for result in self.graph.results)
-            for user in self.graph.users(var):
-                if user.outvars[0] in members:
+            users = [v for e in self.graph.users(var) for v in e.outvars if self.graph.uses(v)]
+            for user in users:
+                if user in members:
                     continue
-                layers = self.maps.get(user.outvars[0], ())
+                layers = self.maps.get(user, ())
                 own = [layer for layer in layers if layer.source is var and layer.is_aligned]
                 sizes = var.aval.shape
                 if any(layer.axes[d].rows < n for layer in own for d, n in enumerate(sizes)):
-                    cut.append((user.outvars[0], tuple(own)))
+                    cut.append((user, tuple(own)))
                 elif own:
                     placed += own
                 else:
@@ -238,7 +239,9 @@ class _Windows:
             placed, cut, _ = self._written(group)
             readers = (e for var, _ in cut for e in self.graph.users(var))
             feeds = any(self.group_of.get(e.outvars[0]) in useful for e in readers)
-            if placed or feeds:
+            homes, shape = self.homes.get(group[0], {}), group[0].outvars[0].aval.shape
+            shrinks = any(home.size < shape[d] for d, home in homes.items())
+            if placed or feeds or shrinks:
                 useful.add(group[0])
         return useful
 
@@ -327,9 +330,8 @@ class _Windows:
                     operands.append(self.grown[a])
                 else:
                     if (a, first) not in inputs:
-                        made = list(self._large(eqn, a, homes))
+                        made, inputs[a, first] = self._large(eqn, a, homes)
                         yield from made
-                        inputs[a, first] = made[-1].outvars[0]
                     operands.append(inputs[a, first])
             large = self.grown[out] = Var(out.aval.update(shape=_shape(out, homes)))
             yield eqn.replace(invars=operands, outvars=[large])
@@ -338,8 +340,8 @@ class _Windows:
             garbage = () if window.size == out.aval.size else (constant(_zero(out), shape),)
             yield from painting(eqn, [*garbage, window])
 
-    def _large(self, eqn: JaxprEqn, a: Any, homes: Homes) -> Iterator[JaxprEqn]:
-        """The equations that make a large tensor with the elements of `a` where they belong."""
+    def _large(self, eqn: JaxprEqn, a: Any, homes: Homes) -> tuple[list[JaxprEqn], Any]:
+        """A large tensor with the elements of `a` where they belong, and its equations."""
         aval, shape = a.aval, _shape(a, homes)
         result = replacing(eqn, row_map_p, [], Var(aval.update(shape=shape)))
         layers = self.layers(a)
@@ -349,19 +351,22 @@ class _Windows:
                 named = maker.params["broadcast_dimensions"]
                 if not any(d in named for d in homes):
                     params = maker.params | {"shape": shape}
-                    yield maker.replace(params=params, outvars=result.outvars)
-                    return
+                    made = maker.replace(params=params, outvars=result.outvars)
+                    return [made], made.outvars[0]
             layers = (entire(a, aval.shape),)
         grown = [constant(_zero(a), shape)]
         for layer in layers:
-            moved = Layer(self.grown.get(layer.source, layer.source), layer.base, layer.axes)
+            moved = layer
+            if not layer.is_constant:
+                source = self.grown.get(layer.source, layer.source)
+                moved = Layer(source, layer.base, layer.axes)
             for d, home in homes.items():
                 moved = _extended(moved, d, home, aval.shape[d])
             grown += [moved] if moved.size > 0 else []
         whole = grown[-1]
         if not whole.is_constant and whole.is_all(shape) and whole.source.aval.shape == shape:
-            grown = grown[-1:]
-        yield from painting(result, grown)
+            return [], whole.source
+        return painting(result, grown), result.outvars[0]
 
 
 def _zero(var: Any) -> Literal:

@@ -84,6 +84,10 @@ class Context(Protocol):
         """The cheapest way to run `eqn` on `tiles`."""
         ...
 
+    def readers(self, var: Any) -> Sequence[JaxprEqn]:
+        """The equations that read a variable."""
+        ...
+
     def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
         """The cost of all slices of a variable; those that are `alike` are computed once."""
         ...

@@ -1,0 +1,85 @@
+"""Stencils as they are written for one device: a field's rows are split, two border rows are sent.
+
+Updates of the interior, slices of a padded field, `jnp.gradient`, red and black rows, an initial
+field that is found by gradient descent: whatever the spelling, a device sends the rows at the
+borders of its tile to its neighbours, in both directions, and nothing else.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import gshard
+from examples.recipes.recipe import D, Recipe, all_reduce, show
+from examples.recipes.transformer import SMALL, Size
+
+STEPS = 4
+
+
+def laplacian(u):
+    return u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * u[1:-1, 1:-1]
+
+
+def updated(u):
+    """Heat, with fixed borders."""
+    return lax.fori_loop(0, STEPS, lambda _, u: u.at[1:-1, 1:-1].add(0.1 * laplacian(u)), u)
+
+
+def padded(u):
+    """A wave equation, with mirrors at the borders."""
+
+    def step(_, state):
+        u, before = state
+        return 2 * u - before + 0.1 * laplacian(jnp.pad(u, 1, mode="edge")), u
+
+    return lax.fori_loop(0, STEPS, step, (u, u))[0]
+
+
+def by_gradient(u):
+    """Advection along the rows."""
+    return lax.fori_loop(0, STEPS, lambda _, u: u - 0.1 * u * jnp.gradient(u, axis=0), u)
+
+
+def red_and_black(u):
+    """Every other row, then the others."""
+
+    def step(_, u):
+        u = u.at[::2].add(0.1 * (jnp.roll(u, 1, 0)[::2] + jnp.roll(u, -1, 0)[::2]))
+        return u.at[1::2].add(0.1 * (jnp.roll(u, 1, 0)[1::2] + jnp.roll(u, -1, 0)[1::2]))
+
+    return lax.fori_loop(0, STEPS, step, u)
+
+
+def inverse(u, wanted):
+    """A step of gradient descent towards a field that becomes the wanted one."""
+
+    def loss(u):
+        for _ in range(STEPS):
+            u = u.at[1:-1, 1:-1].add(0.1 * laplacian(u))
+        return jnp.mean((u - gshard.split(wanted, 0, D)) ** 2)
+
+    value, grad = jax.value_and_grad(loss)(u)
+    return u - grad, value
+
+
+def by_rows(fn):
+    """The function of a field whose rows are split."""
+    return lambda u, *others: fn(gshard.split(u, 0, D), *others)
+
+
+def recipes(size: Size = SMALL) -> list[Recipe]:
+    n = 256 if size.M < 1024 else 8192
+    field = jax.ShapeDtypeStruct((n, n), jnp.float32)
+    borders = STEPS * 2 * n * 4  # a row to each neighbour
+    return [
+        Recipe("heat, updates of the interior", by_rows(updated), (field,), borders),
+        Recipe("waves, a padded field", by_rows(padded), (field,), borders),
+        Recipe("advection, jnp.gradient", by_rows(by_gradient), (field,), borders),
+        Recipe("red and black rows", by_rows(red_and_black), (field,), 2 * borders),
+        # The rows of the fields, and of their gradients; the error is summed.
+        Recipe("initial heat", by_rows(inverse), (field, field), 2 * borders + all_reduce(4)),
+    ]
+
+
+if __name__ == "__main__":
+    show(recipes())
