@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from jax.extend.core import Literal
 
 from gshard.autosharding.cost.specs import NONE, Spec, specs_of
-from gshard.autosharding.cost.strategies import PICO, name_of
+from gshard.autosharding.cost.strategies import PICO, primitive_of
 from gshard.autosharding.evaluate import Deviation, Deviations, Evaluator, ModelAnswer
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.layout.annotations import (
@@ -32,7 +32,7 @@ from gshard.autosharding.layout.annotations import (
     groups,
 )
 from gshard.capture.inside import TensorSite
-from gshard.forecast.ops import PRODUCTS
+from gshard.graph.kinds import PRODUCTS
 from gshard.graph.regions import loop_bodies, walk
 from gshard.propagation.flow import Edge
 from gshard.tensors.sharding import Sharding
@@ -179,7 +179,7 @@ class AnnotationSearch:
         """Whether one operand alone of a large product is split along a factor that is summed: it
         may leave partial sums instead of moving the operand."""
         result, choice = edge.atoms[1][0], self.choice
-        if name_of(edge) not in PRODUCTS or choice.spec(result) is None:
+        if primitive_of(edge) not in PRODUCTS or choice.spec(result) is None:
             return False
         kept = {factor for dims in edge.factors.results[0] for factor in dims}
         split = 0

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import scan_p
 
-from gshard.forecast.ops import LOOPS
-from gshard.graph.regions import bodies, counts_of
+from gshard.graph.regions import LOOPS, bodies, counts_of
 from gshard.graph.source import phase_of, span_of
 
 _LONGEST = 44  # characters of an expression that are shown
@@ -80,9 +80,9 @@ class Statements:
 
     def inside(self, eqn: JaxprEqn) -> list[Statements]:
         """The bodies of a loop or branch; none for other equations."""
-        if eqn.primitive.name not in LOOPS:
+        if eqn.primitive not in LOOPS:
             return []
-        carried = counts_of(eqn)[1] if eqn.primitive.name == "scan" else len(eqn.outvars)
+        carried = counts_of(eqn)[1] if eqn.primitive is scan_p else len(eqn.outvars)
         unread = {n for n, v in enumerate(eqn.outvars) if n >= carried and v in self.stored}
         return [Statements(inner, self.is_gradient(eqn), unread) for inner in bodies(eqn)]
 

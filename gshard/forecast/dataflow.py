@@ -9,7 +9,9 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard.forecast.ops import ALIASES, Op, size_of
+from gshard._jax import optimization_barrier_p
+from gshard.forecast.ops import Op, size_of
+from gshard.graph.kinds import ALIASES
 from gshard.graph.source import source_of
 
 
@@ -88,7 +90,7 @@ class Body:
         """
         for operator in self.operators:
             if operator.loop is None:
-                if operator.root.name != "optimization_barrier":  # an order, not a kernel
+                if operator.root.primitive is not optimization_barrier_p:  # an order, not a kernel
                     yield operator, times, around
                 continue
             inside = times * operator.loop.runs, (*around, operator.root.eqn)
@@ -118,7 +120,7 @@ class Dataflow:
         self.alias = {
             new: old
             for op in ops
-            if op.name in ALIASES or self.folded.intersection(op.writes)
+            if op.primitive in ALIASES or self.folded.intersection(op.writes)
             if len(op.reads) == len(op.writes)
             for new, old in zip(op.writes, op.reads, strict=True)
         }

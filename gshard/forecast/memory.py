@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import primitives as p
 
 from gshard.forecast.compilers import Compiler, Places
 from gshard.forecast.dataflow import Body, DeviceOperator
@@ -176,14 +177,14 @@ def _inside(operator: DeviceOperator, compiler: Compiler) -> _Peak:
     return max(peaks, key=lambda p: p.bytes)
 
 
-_IN_PLACE = {"dynamic_update_slice", "select_and_scatter_add"}
+_IN_PLACE = {p.dynamic_update_slice_p, p.select_and_scatter_add_p}
 
 
 def _written_over(
     operator: DeviceOperator, dying: list[Any], made: dict[Any, int], live: dict[Any, int]
 ) -> int:
     """Bytes of results that reuse the buffers of dead operands."""
-    if not (operator.root.joins or operator.root.name in _IN_PLACE or _aliases(operator)):
+    if not (operator.root.joins or operator.root.primitive in _IN_PLACE or _aliases(operator)):
         return 0
     free = sorted(live[v] for v in dying)
     reused = 0

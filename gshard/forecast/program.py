@@ -10,8 +10,8 @@ from jax.extend.core.primitives import scan_p
 
 from gshard.forecast.compilers import COMPILERS, fused
 from gshard.forecast.dataflow import Body, Dataflow, LoopBodies, Walked
-from gshard.forecast.ops import LOOPS, inlined
-from gshard.graph.regions import bodies, counts_of
+from gshard.forecast.ops import inlined
+from gshard.graph.regions import LOOPS, bodies, counts_of
 from gshard.graph.source import trips
 
 
@@ -26,7 +26,7 @@ def body_of(jaxpr: Jaxpr, compiler: str, devices: int = 1) -> Body:
     flow = Dataflow(ops, outputs, chosen.folds)
     operators = fused(flow, chosen)
     for operator in operators:
-        if operator.root.name in LOOPS:
+        if operator.root.primitive in LOOPS:
             operator.loop = _loop(operator.root.eqn, compiler, devices)
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     return Body(jaxpr, inputs, outputs, operators, flow.alias, flow.folded)

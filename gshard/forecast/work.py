@@ -15,18 +15,25 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import primitives as p
 
 from gshard.forecast.dataflow import DeviceOperator
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.ops import PRODUCTS, Op, elements, size_of
+from gshard.forecast.ops import Op, elements, size_of
+from gshard.graph.kinds import KERNELS, PRODUCTS, SCATTERS
 from gshard.graph.regions import bodies, runs_of
 from gshard.moving.costs import passes
 
-KERNEL = "pallas_call"
+_LOOKUPS = {p.gather_p, p.dynamic_slice_p, p.slice_p}
+_UPDATES = {p.dynamic_update_slice_p} | SCATTERS
 _THREEFRY = 120.0  # integer operations for the two words that threefry2x32 makes
-_FREE = {"broadcast_in_dim", "iota", "slice", "transpose", "pad", "rev", "convert_element_type"}
+_FREE = {
+    p.broadcast_in_dim_p, p.iota_p, p.slice_p, p.transpose_p, p.pad_p, p.rev_p,
+    p.convert_element_type_p,
+}  # fmt: skip
 _FREE_IN_KERNELS = {
-    "get", "swap", "broadcast_in_dim", "iota", "reshape", "transpose", "convert_element_type"
+    p.get_p, p.swap_p, p.broadcast_in_dim_p, p.iota_p, p.reshape_p, p.transpose_p,
+    p.convert_element_type_p,
 }  # fmt: skip
 
 
@@ -49,18 +56,18 @@ def work_of(operator: DeviceOperator, machine: Hardware) -> Work:
 
 def multiplies(op: Op) -> bool:
     """Whether it has matrix products: it is one, or a kernel that may contain some."""
-    return op.name in PRODUCTS or op.name == KERNEL
+    return op.primitive in PRODUCTS or op.primitive in KERNELS
 
 
 def product_dtype(op: Op) -> Any:
     """The dtype of the operands of its products."""
     own = op.eqn.invars[0].aval.dtype
-    return kernel_work(op.eqn).dtype or own if op.name == KERNEL else own
+    return kernel_work(op.eqn).dtype or own if op.primitive in KERNELS else own
 
 
 def product_flops(op: Op) -> float:
     """Multiplications and additions of a matrix product or convolution, or of those in a kernel."""
-    return kernel_work(op.eqn).products if op.name == KERNEL else product_of(op.eqn).flops
+    return kernel_work(op.eqn).products if op.primitive in KERNELS else product_of(op.eqn).flops
 
 
 def product_seconds(op: Op, machine: Hardware) -> float:
@@ -80,9 +87,9 @@ def vector_flops(operator: DeviceOperator) -> float:
     """Operations outside matrix products."""
     total = 0.0
     for op in operator.members:
-        if op.name == KERNEL:
+        if op.primitive in KERNELS:
             total += kernel_work(op.eqn).vector
-        elif op.name not in PRODUCTS:
+        elif op.primitive not in PRODUCTS:
             count = max(map(elements, (*op.reads, *op.writes)), default=0)
             total += count * operations(op, count)
     return total
@@ -91,24 +98,24 @@ def vector_flops(operator: DeviceOperator) -> float:
 def operations(op: Op, count: int) -> float:
     """Operations for each element of an equation that is no product, the largest of whose operands
     and results has `count` of them."""
-    if op.name in _FREE:
+    if op.primitive in _FREE:
         return 0.0
-    if op.name == "sort":
+    if op.primitive is p.sort_p:
         return passes(count)
-    if op.name == "random_bits" and op.reads[0].aval.dtype.name == "key<fry>":
+    if op.primitive is p.random_bits_p and op.reads[0].aval.dtype.name == "key<fry>":
         return _THREEFRY if jax.config.jax_threefry_partitionable else _THREEFRY / 2
-    return _THREEFRY if op.name == "threefry2x32" else 1.0
+    return _THREEFRY if op.primitive is p.threefry2x32_p else 1.0
 
 
 def looks_up(operator: DeviceOperator) -> bool:
     """Whether it takes rows of its operands, and may leave others untouched."""
-    names = {op.name for op in operator.members}
-    return bool(names & {"gather", "dynamic_slice", "slice"}) and not names & PRODUCTS
+    found = {op.primitive for op in operator.members}
+    return bool(found & _LOOKUPS) and not found & PRODUCTS
 
 
 def updates(operator: DeviceOperator) -> bool:
     """Whether it writes rows into its first operand, in place."""
-    return operator.root.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
+    return operator.root.primitive in _UPDATES
 
 
 def moved_bytes(operator: DeviceOperator) -> float:
@@ -118,7 +125,7 @@ def moved_bytes(operator: DeviceOperator) -> float:
         return written + sum(min(size_of(v), 2 * written) for v in operator.reads)
     if updates(operator):
         return 2 * sum(map(size_of, operator.reads[1:])) + 0.0
-    if operator.root.name == KERNEL:
+    if operator.root.primitive in KERNELS:
         return kernel_work(operator.root.eqn).bytes
     return float(operator.bytes)
 
@@ -142,12 +149,12 @@ def product_of(eqn: JaxprEqn) -> Product:
     """The product that an equation is."""
     lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
     out = eqn.outvars[0].aval.shape
-    if eqn.primitive.name == "conv_general_dilated":
+    if eqn.primitive is p.conv_general_dilated_p:
         numbers = eqn.params["dimension_numbers"]
         kernels, columns = rhs[numbers.rhs_spec[0]], out[numbers.out_spec[1]]
         rows, terms = math.prod(out) // max(columns, 1), math.prod(rhs) // max(kernels, 1)
         return Product(1, rows, columns, terms)
-    if eqn.primitive.name == "dot_general":
+    if eqn.primitive is p.dot_general_p:
         (contracted, _), (kept, _) = eqn.params["dimension_numbers"]
         first = len(lhs) - len(contracted)  # dim of the result that is the right operand's own
         sides = math.prod(out[len(kept) : first]), math.prod(out[first:])
@@ -190,9 +197,9 @@ def _counted(jaxpr: Jaxpr) -> tuple[float, Any, float]:
             products += times * sum(p for p, _, _ in inner)
             vector += times * sum(v for _, _, v in inner)
             dtype = dtype or next((d for _, d, _ in inner if d is not None), None)
-        elif eqn.primitive.name == "dot_general":
+        elif eqn.primitive is p.dot_general_p:
             products += product_of(eqn).flops
             dtype = dtype or eqn.invars[0].aval.dtype
-        elif eqn.primitive.name not in _FREE_IN_KERNELS:
+        elif eqn.primitive not in _FREE_IN_KERNELS:
             vector += max(map(elements, (*eqn.invars, *eqn.outvars)), default=0)
     return products, dtype, vector

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from gshard.graph.kinds import ALIASES
 from gshard.graph.reason import Reason
 from gshard.moving.halo import window
 from gshard.reproducible.primitives import (
@@ -207,6 +208,7 @@ def _completed(x: jax.Array, axis: int, tiles: int, count: int, leaves: int) -> 
 
 _SUBTREES, _WHOLE = Rule(_tree_factors, _tree_sum), Rule(_whole_factors, _tree_sum)
 
+ALIASES.add(pin_p)
 register(Rule(all_dims, _pin, level=0, elementwise=True, doc=Doc(free="every dim")), pin_p)
 register(
     Rule(

@@ -21,7 +21,7 @@ from gshard.explanation import Subject
 from gshard.graph import map_bodies
 from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.history import History
-from gshard.moving import inventory as explain
+from gshard.moving import inventory
 from gshard.moving.seen import replaced
 from gshard.planning.emission import emit
 from gshard.planning.emission.record import recorded, run_id
@@ -154,7 +154,7 @@ class Program(GlobalFunction):
         """The emitted program as a function of global arrays."""
         mesh, mapped = self.mesh, self.arranged.mapped
         jaxpr = emit(self.finished, tuple(mesh.shape.items()))
-        self.passes.add("emit", jaxpr, explain.collective_note)
+        self.passes.add("emit", jaxpr, inventory.collective_note)
         place = recording.folder(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
         if place is not None:
             recorder = recording.recorder(place, jax.process_index(), run_id)
@@ -211,13 +211,13 @@ class Program(GlobalFunction):
         expand(self.plan.jaxpr, same)
         return same
 
-    def collectives(self, beside: explain.Beside) -> list[explain.Collective]:
+    def collectives(self, beside: inventory.Beside) -> list[inventory.Collective]:
         """The collectives, with their bytes and lines."""
-        return explain.collectives_of(self.finished, self.mesh.size, beside)
+        return inventory.collectives_of(self.finished, self.mesh.size, beside)
 
     def text(self) -> str:
         """The per-device program, readable."""
-        return explain.program_text(self.jaxpr, self.mesh.size)
+        return inventory.program_text(self.jaxpr, self.mesh.size)
 
     def output_shardings(self) -> list[Sharding]:
         """The shardings of the results."""

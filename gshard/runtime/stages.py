@@ -27,7 +27,7 @@ from gshard.forecast.program import body_of
 from gshard.forecast.report import GENERIC
 from gshard.forecast.time import timed
 from gshard.graph.readable import counted, size
-from gshard.moving import inventory as explain
+from gshard.moving import inventory
 from gshard.moving.costs import GENERIC_COSTS
 from gshard.planning.plan import Plan
 from gshard.runtime.compiled import Compiled, Stage
@@ -62,10 +62,10 @@ class Lowered(Stage):
     @property
     def num_equations(self) -> int:
         """The number of equations of the program."""
-        return explain.count_equations(self.jaxpr)
+        return inventory.count_equations(self.jaxpr)
 
     @functools.cached_property
-    def collectives(self) -> explain.Collectives:
+    def collectives(self) -> inventory.Collectives:
         """The collectives, each with its bytes, its reason and the line that causes it.
 
         On hardware that overlaps communication also with the products that hide it.
@@ -77,7 +77,7 @@ class Lowered(Stage):
             body = body_of(self._program.finished, hardware.compiler)
             operators = timed(body, hardware, topology)
             beside = {t.value: t.overlapped_with for t in operators if t.overlapped_with}
-        return explain.Collectives(self._program.collectives(beside))
+        return inventory.Collectives(self._program.collectives(beside))
 
     @property
     def conflicts(self) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike
 
 from gshard._jax import ad, batching, mlir
 from gshard.graph.caching import cached
+from gshard.graph.kinds import ALIASES
 from gshard.graph.source import here
 from gshard.tensors.meshes import constrained
 from gshard.tensors.sharding import Sharding
@@ -279,6 +280,7 @@ def _batch(args: Any, dims: Any, *, annotation: Annotation) -> Any:
     return annotate_p.bind(x, annotation=widen(annotation, dim)), dim
 
 
+ALIASES.add(annotate_p)
 ad.deflinear2(annotate_p, lambda ct, _, annotation: [annotate_p.bind(ct, annotation=annotation)])
 batching.primitive_batchers[annotate_p] = _batch
 mlir.register_lowering(annotate_p, lambda ctx, x, **_: [x])

@@ -36,10 +36,10 @@ from gshard.autosharding.cost.specs import (
     specs_of,
     transposes,
 )
-from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Shares, Strategy, name_of
+from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Shares, Strategy, primitive_of
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.ops import PRODUCTS
+from gshard.graph.kinds import PRODUCTS
 from gshard.graph.regions import bodies
 from gshard.propagation.flow import Edge
 from gshard.rules.base.rule import Rule
@@ -176,7 +176,7 @@ class LowerBoundBuilder(ModelBuilder):
         self.sources: dict[Any, tuple[Any, tuple[int, ...]]] = {}
         self.products: set[Any] = set()  # results of matrix products
         for edge in self.flow.edges:
-            if name_of(edge) in PRODUCTS:
+            if primitive_of(edge) in PRODUCTS:
                 self.products.update(edge.atoms[1])
             if edge.eqn is not None and is_transpose(edge):
                 (operand,), (result,) = edge.atoms
@@ -213,7 +213,7 @@ class LowerBoundBuilder(ModelBuilder):
 
     def starts(self) -> int:
         """Products stay apart; anything else may be fused."""
-        made = (e for e in self.flow.edges if name_of(e) in PRODUCTS)
+        made = (e for e in self.flow.edges if primitive_of(e) in PRODUCTS)
         return sum(e.runs for e in made if not self.work.of(e.eqn).repeated)
 
     def shares(self, edge: Edge) -> Shares:
@@ -245,7 +245,7 @@ class LowerBoundBuilder(ModelBuilder):
             return  # who reads the result counts
         var = edge.atoms[0][number]
         source, dims = self.source(var)
-        between = source in self.products and name_of(edge) in PRODUCTS
+        between = source in self.products and primitive_of(edge) in PRODUCTS
         if self.hardware.compiler == "gpu" and between:
             view = None if var is source else dims
             table = table + self.prices.transposed(edge, number, view)

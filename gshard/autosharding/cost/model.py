@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard.autosharding.cost.specs import NONE, MeshShape, local_elements, sharding_of, specs_of
-from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Priced, Shares, name_of
+from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Priced, Shares, primitive_of
 from gshard.autosharding.cost.work import FusedWork
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints, MemoryModel, Problem, unite
 from gshard.autosharding.traced import border_ends, border_table, leaving_borders
@@ -357,7 +357,7 @@ class ModelBuilder:
             return
         shapes = tuple((a.aval.shape, byte_size((), a.aval.dtype)) for a in tensors)
         traffic, shares = self.work.of(edge.eqn), self.shares(edge)
-        kind = Identity(edge.factors), shapes, edge.runs, name_of(edge), traffic, shares
+        kind = Identity(edge.factors), shapes, edge.runs, primitive_of(edge), traffic, shares
         if kind not in self.known:  # all that the costs of an operator depend on
             self.known[kind] = self.prices.of(edge, traffic, shares)
         priced = self.known[kind]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 
 from gshard.autosharding.cost.rates import Axes, LowerBoundRates, PartialSum, Rates
 from gshard.autosharding.cost.specs import (
@@ -30,8 +30,9 @@ from gshard.autosharding.cost.specs import (
 from gshard.autosharding.cost.work import MemoryTraffic
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.ops import PRODUCTS, Op
+from gshard.forecast.ops import Op
 from gshard.forecast.work import product_seconds
+from gshard.graph.kinds import PRODUCTS
 from gshard.moving.costs import MEMORY_LIMIT, use_cost_model
 from gshard.propagation.flow import Edge
 from gshard.rules.base.rule import RULES, Rule, Way
@@ -164,7 +165,7 @@ class OperatorPrices:
         if edge.eqn is None or traffic.repeated:
             return 0.0
         memory = 0.0 if traffic.covered else self._touched(edge, strategy, traffic)
-        if name_of(edge) not in PRODUCTS:  # either may be of another fused operator
+        if primitive_of(edge) not in PRODUCTS:  # either may be of another fused operator
             return memory + self._computed(edge, strategy, traffic)
         parts = float(
             np.prod([n for f, n in zip(strategy, self.mesh, strict=True) if f is not None])
@@ -260,6 +261,6 @@ def _apart(factors: Factors, tiles: dict[str, int]) -> bool:
     return all(sum(f in tiles for f in dim) <= 1 for tensor in tensors for dim in tensor)
 
 
-def name_of(edge: Edge) -> str:
-    """The name of an operator; none for the border of a loop."""
-    return "" if edge.eqn is None else edge.eqn.primitive.name
+def primitive_of(edge: Edge) -> Primitive | None:
+    """The primitive of an operator; none for the border of a loop."""
+    return None if edge.eqn is None else edge.eqn.primitive

@@ -15,10 +15,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from gshard.forecast.dataflow import DeviceOperator
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.ops import LOOPS, PRODUCTS, elements, size_of
+from gshard.forecast.ops import elements, size_of
 from gshard.forecast.program import body_of, walk
-from gshard.forecast.work import KERNEL, looks_up, moved_bytes, operations, updates, vector_flops
-from gshard.graph.regions import bodies
+from gshard.forecast.work import looks_up, moved_bytes, operations, updates, vector_flops
+from gshard.graph.kinds import KERNELS, PRODUCTS
 
 Parts = tuple[tuple[int, float], ...]  # numbers of operands or results, and the share touched
 
@@ -72,7 +72,7 @@ class FusedWork:
             self._taken.get(eqn, math.inf),
             self._operations.get(eqn, 0.0),
             eqn in self._covered,
-            eqn is not None and eqn.primitive.name in PRODUCTS and eqn not in self._kept,
+            eqn is not None and eqn.primitive in PRODUCTS and eqn not in self._kept,
         )
 
     def root(self, var: Any) -> Any:
@@ -85,19 +85,18 @@ class FusedWork:
         body = body_of(jaxpr, self.hardware.compiler, self.fused_on)
         self._alias.update(body.alias)
         for operator in body.operators:
-            if operator.root.name in LOOPS:
-                for inner in bodies(operator.root.eqn):
-                    self._collect(inner)
+            for inner in operator.loop.bodies if operator.loop else ():
+                self._collect(inner.jaxpr)
 
     def _add(self, operator: DeviceOperator) -> None:
-        root, names = operator.root, {op.name for op in operator.members}
-        if root.name == KERNEL:
+        root, found = operator.root, {op.primitive for op in operator.members}
+        if root.primitive in KERNELS:
             return
         if root.added:  # a copy that the compiler makes
             for var in operator.reads:
                 self.copied[var] += 2.0
             return
-        if not names & PRODUCTS and self._computes(operator):
+        if not found & PRODUCTS and self._computes(operator):
             for op in operator.members:  # once, even if several operators recompute it
                 count = max(map(elements, (*op.reads, *op.writes)), default=0)
                 self._operations[op.eqn] = operations(op, count // self.devices)
@@ -113,7 +112,7 @@ class FusedWork:
             for number, var in enumerate(op.writes):
                 if var in operator.writes and not in_place:
                     self._writes[op.eqn][number] = 1.0
-            if len(operator.members) > 1 and names & PRODUCTS:
+            if len(operator.members) > 1 and found & PRODUCTS:
                 self._covered.add(op.eqn)
 
     def _computes(self, operator: DeviceOperator) -> bool:

@@ -12,16 +12,17 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any, ClassVar, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import primitives as p
 
 from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator
 from gshard.forecast.ops import Op
 
 DEAR = {
-    "exp", "exp2", "expm1", "log", "log1p", "pow", "sqrt", "rsqrt", "cbrt", "tanh", "sin", "cos",
-    "tan", "logistic", "erf", "erf_inv", "erfc", "div", "rem", "threefry2x32", "atan2",
-    "integer_pow", "digamma", "lgamma",
+    p.exp_p, p.exp2_p, p.expm1_p, p.log_p, p.log1p_p, p.pow_p, p.sqrt_p, p.rsqrt_p, p.cbrt_p,
+    p.tanh_p, p.sin_p, p.cos_p, p.tan_p, p.logistic_p, p.erf_p, p.erf_inv_p, p.erfc_p, p.div_p,
+    p.rem_p, p.threefry2x32_p, p.atan2_p, p.integer_pow_p, p.digamma_p, p.lgamma_p,
 }  # fmt: skip
-_FROM_LITTLE = {"broadcast_in_dim", "iota"}
+_FROM_LITTLE = {p.broadcast_in_dim_p, p.iota_p}
 
 Places = tuple[tuple[int, Any], ...]  # results by index, each with the argument it overwrites
 
@@ -53,12 +54,12 @@ class Compiler:
     def folds(self, op: Op, flow: Dataflow) -> bool:
         """Whether a matrix product computes an equation as it reads its operand or writes its
         result: a transpose."""
-        if op.name != "transpose" or len(op.writes[0].aval.shape) != 2 or not op.reads:
+        if op.primitive is not p.transpose_p or len(op.writes[0].aval.shape) != 2 or not op.reads:
             return False
         users, maker = flow.readers[op.writes[0]], flow.makers.get(op.reads[0])
         alone = len(flow.readers[op.reads[0]]) == 1
-        made = maker is not None and maker.name == "dot_general" and alone
-        return made or (bool(users) and all(u.name == "dot_general" for u in users))
+        made = maker is not None and maker.primitive is p.dot_general_p and alone
+        return made or (bool(users) and all(u.primitive is p.dot_general_p for u in users))
 
     def fuses(self, op: Op) -> bool:
         """Whether an equation is fused with its producers."""
@@ -78,9 +79,9 @@ class Compiler:
             if op.by_rows or (op.reads and all(flow.stands_for(v) in of_rows for v in op.reads)):
                 of_rows.update(op.writes)
                 continue
-            if op.name in _FROM_LITTLE or not op.writes or flow.is_view(op):
+            if op.primitive in _FROM_LITTLE or not op.writes or flow.is_view(op):
                 continue
-            if op.name in DEAR or any(flow.stands_for(v) in dear for v in op.reads):
+            if op.primitive in DEAR or any(flow.stands_for(v) in dear for v in op.reads):
                 for var in op.writes:
                     if var not in stored:
                         # Row-wise reductions are fused with the other consumers.

@@ -16,18 +16,20 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Primitive
+from jax.extend.core import primitives as p
 
+from gshard._jax import optimization_barrier_p
 from gshard.forecast.compilers.base import DEAR, Compiler, Places, Schedule, in_order
 from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator
-from gshard.forecast.ops import LOOPS, Op, elements, size_of
-from gshard.graph.regions import Stored
+from gshard.forecast.ops import Op, elements, size_of
+from gshard.graph.regions import LOOPS, Stored
 from gshard.moving.inventory import transfers
 
-_JOINS = {"threefry2x32": False, "concatenate": True}
-_REDUCED_APART = {"reduce_sum", "reduce_max", "reduce_min"}
+_JOINS = {p.threefry2x32_p: False, p.concatenate_p: True}
+_REDUCED_APART = {p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p}
 _REDUCED_FROM = 4096  # from this many elements on the library is called
-_TAKEN_IN = {"mul", "square", "integer_pow"}
+_TAKEN_IN = {p.mul_p, p.square_p, p.integer_pow_p}
 BARRIERS_HOLD = jax.__version_info__ >= (0, 11)  # before, XLA for CPUs ignored them
 
 
@@ -38,11 +40,14 @@ class CPU(Compiler):
         self, ops: list[Op], outputs: list[Any], devices: int
     ) -> tuple[list[Op], list[Any]]:
         """The equations as they are before fusion."""
-        ops = [replace(op, joins=_JOINS.get(op.name, op.joins)) for op in ops]
+        ops = [replace(op, joins=_JOINS.get(op.primitive, op.joins)) for op in ops]
         ops, outputs = _once(ops, outputs)
         ops = _with_broadcasts(ops)
-        expanded = [_EXPANDED[op.name](op) if op.name in _EXPANDED else [op] for op in ops]
-        return [op for each in expanded for op in each], outputs
+        found = []
+        for op in ops:
+            expand = _EXPANDED.get(op.primitive)
+            found += expand(op) if expand else [op]
+        return found, outputs
 
     def stores(self, flow: Dataflow) -> set[Any]:
         """What large reductions read too: their operand, or the operands of a fused product."""
@@ -61,7 +66,7 @@ class CPU(Compiler):
             if not op.joins or op.reduces or not op.writes or flow.is_view(op):
                 continue
             joined = [v for v in map(flow.stands_for, op.reads) if v not in stored]
-            if op.name in DEAR or any(v in dear for v in joined):
+            if op.primitive in DEAR or any(v in dear for v in joined):
                 dear.update(op.writes)
             else:
                 cheap.update(v for v in op.writes if v in stored)
@@ -116,7 +121,7 @@ def _once(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:
     for op in ops:
         passed = dict.fromkeys(behind[v] for v in op.reads if v in behind)
         reads = (*(same.get(v, v) for v in op.reads), *passed)
-        if op.name == "optimization_barrier":
+        if op.primitive is optimization_barrier_p:
             same.update(zip(op.writes, reads, strict=False))
             if BARRIERS_HOLD:
                 barrier = Stored(ShapedArray((), bool))
@@ -125,8 +130,8 @@ def _once(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:
             continue
         fixed = tuple(str(a) for a in op.eqn.invars if isinstance(a, Literal))
         settings = tuple((k, _key(v)) for k, v in sorted(op.eqn.params.items()))
-        first = seen.setdefault((op.name, reads, fixed, settings), op)
-        if first is op or op.eqn.effects or op.name in LOOPS or transfers(op.eqn):
+        first = seen.setdefault((op.primitive, reads, fixed, settings), op)
+        if first is op or op.eqn.effects or op.primitive in LOOPS or transfers(op.eqn):
             kept.append(Op(op.eqn, reads, op.writes, op.joins))
         else:
             same.update(zip(op.writes, first.writes, strict=True))
@@ -142,13 +147,13 @@ def _key(value: Any) -> Any:
 
 
 def _is_apart(op: Op) -> bool:
-    return op.name in _REDUCED_APART and elements(op.reads[0]) >= _REDUCED_FROM
+    return op.primitive in _REDUCED_APART and elements(op.reads[0]) >= _REDUCED_FROM
 
 
 def _taken_in(op: Op, makers: Mapping[Any, Op], counts: Mapping[Any, int]) -> Op | None:
     """The product that a reduction is fused with."""
     maker = makers.get(op.reads[0])
-    return maker if maker and maker.name in _TAKEN_IN and counts[op.reads[0]] == 1 else None
+    return maker if maker and maker.primitive in _TAKEN_IN and counts[op.reads[0]] == 1 else None
 
 
 def _with_broadcasts(ops: list[Op]) -> list[Op]:
@@ -166,7 +171,7 @@ def _with_broadcasts(ops: list[Op]) -> list[Op]:
         for var in product.reads:
             if elements(var) < elements(product.writes[0]) and (var, aval.shape) not in widened:
                 wide = widened[var, aval.shape] = Stored(aval)
-                new.append(Op(product.eqn, (var,), (wide,), True, "broadcast_in_dim"))
+                new.append(Op(product.eqn, (var,), (wide,), True, p.broadcast_in_dim_p))
         reads = tuple(widened.get((v, aval.shape), v) for v in product.reads)
         changed[product] = [*new, replace(product, reads=reads)]
     return [new for op in ops for new in changed.get(op, [op])]
@@ -192,9 +197,9 @@ def _as_matrices(op: Op) -> list[Op]:
     for number, order in enumerate(orders):
         if not simple and order != sorted(order):
             moved = Stored(reads[number].aval)
-            before.append(Op(op.eqn, (reads[number],), (moved,), True, "transpose"))
+            before.append(Op(op.eqn, (reads[number],), (moved,), True, p.transpose_p))
             reads[number] = moved
-    return [*before, op if simple else replace(op, reads=tuple(reads), added=op.name)]
+    return [*before, op if simple else replace(op, reads=tuple(reads), added=op.primitive)]
 
 
 def _with_transposes(op: Op) -> list[Op]:
@@ -208,12 +213,12 @@ def _with_transposes(op: Op) -> list[Op]:
         for number, (spec, wanted) in enumerate(((specs.lhs_spec, data), (specs.rhs_spec, kernel))):
             if tuple(spec) != wanted:
                 moved = Stored(reads[number].aval)
-                before.append(Op(op.eqn, (reads[number],), (moved,), True, "transpose"))
+                before.append(Op(op.eqn, (reads[number],), (moved,), True, p.transpose_p))
                 reads[number] = moved
     if tuple(specs.out_spec) == data:
         return [*before, replace(op, reads=tuple(reads))]
     made = Stored(op.writes[0].aval)
-    after = Op(op.eqn, (made,), op.writes, True, "transpose")
+    after = Op(op.eqn, (made,), op.writes, True, p.transpose_p)
     return [*before, replace(op, reads=tuple(reads), writes=(made,)), after]
 
 
@@ -223,15 +228,15 @@ def _with_places(op: Op) -> list[Op]:
     rank = len(pooled.aval.shape)
     places = [Stored(ShapedArray(pooled.aval.shape, "int32")) for _ in range(rank)]
     zeros = Stored(op.writes[0].aval)
-    before = [Op(op.eqn, (), (v,), True, "iota") for v in (*places, zeros)]
+    before = [Op(op.eqn, (), (v,), True, p.iota_p) for v in (*places, zeros)]
     return [*before, replace(op, reads=(*op.reads, *places, zeros))]
 
 
-_EXPANDED: dict[str, Callable[[Op], list[Op]]] = {
-    "dot_general": _as_matrices,
-    "conv_general_dilated": _with_transposes,
-    "select_and_scatter_add": _with_places,
-    "select_and_gather_add": _with_places,
+_EXPANDED: dict[Primitive, Callable[[Op], list[Op]]] = {
+    p.dot_general_p: _as_matrices,
+    p.conv_general_dilated_p: _with_transposes,
+    p.select_and_scatter_add_p: _with_places,
+    p.select_and_gather_add_p: _with_places,
 }
 
 
@@ -271,7 +276,7 @@ def _when_rewritten(operator: DeviceOperator, body: Body) -> int:
     are first.
     """
     root = operator.root
-    if root.name != "dot_general" or not root.reads:
+    if root.primitive is not p.dot_general_p or not root.reads:
         return 1
     if any(body.alias[v] == root.writes[0] for v in body.folded):
         return 0 if any(transfers(o.root.eqn) for o in body.operators) else 2

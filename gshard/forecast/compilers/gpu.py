@@ -16,10 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import primitives as p
 
 from gshard.forecast.compilers.base import Compiler
 from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator
-from gshard.forecast.ops import ALIASES, PRODUCTS, Op, elements, inlined
+from gshard.forecast.ops import Op, elements, inlined
+from gshard.graph.kinds import ALIASES, PRODUCTS
 from gshard.graph.regions import Stored, bodies, counts_of
 
 
@@ -39,7 +41,7 @@ class GPU(Compiler):
         found: list[Op] = []
         scattered = _turned(ops) if devices == 1 else set()
         for op in ops:
-            if op.name != "scan":
+            if op.primitive is not p.scan_p:
                 found.append(
                     replace(op, by_rows=True) if _is_by_rows(op, scattered, devices) else op
                 )
@@ -48,7 +50,7 @@ class GPU(Compiler):
             for number, var in enumerate(reads):
                 if var in turned:
                     reads[number] = Stored(var.aval)
-                    found.append(Op(op.eqn, (var,), (reads[number],), False, "transpose"))
+                    found.append(Op(op.eqn, (var,), (reads[number],), False, p.transpose_p))
             found.append(Op(op.eqn, tuple(reads), op.writes, op.joins))
             stacked = range(counts_of(op.eqn)[1], len(op.writes))
             inside = _turned_results(bodies(op.eqn)[0])
@@ -75,7 +77,7 @@ class GPU(Compiler):
         return [
             DeviceOperator(op, [v], [op.writes[0]], [op])
             for v in copied
-            for op in [Op(scan, (v,), (Stored(v.aval),), False, "copy")]
+            for op in [Op(scan, (v,), (Stored(v.aval),), False, p.copy_p)]
         ]
 
 
@@ -104,12 +106,12 @@ def _turned(ops: list[Op]) -> set[Any]:
     made: dict[Any, Op] = {}  # of products: dims in the order in which they are written
     turned: set[Any] = set()
     for op in ops:
-        if op.name in PRODUCTS:
+        if op.primitive in PRODUCTS:
             made.update(dict.fromkeys(op.writes, op))
-        elif op.name == "transpose" and op.reads and op.reads[0] in made:
+        elif op.primitive is p.transpose_p and op.reads and op.reads[0] in made:
             if not _is_swap(op, made[op.reads[0]]):
                 turned.update(op.writes)
-        elif op.writes and op.joins and not op.reduces and op.name != "transpose":
+        elif op.writes and op.joins and not op.reduces and op.primitive is not p.transpose_p:
             same = [v for v in op.reads if elements(v) == elements(op.writes[0])]
             if any(v in turned for v in same):
                 turned.update(op.writes)
@@ -121,7 +123,7 @@ def _turned(ops: list[Op]) -> set[Any]:
 def _is_swap(transpose: Op, product: Op) -> bool:
     """Whether the product with its operands swapped writes the transposed result."""
     order = list(transpose.eqn.params["permutation"])
-    if product.name != "dot_general":
+    if product.primitive is not p.dot_general_p:
         return False
     (summed, _), (kept, _) = product.eqn.params["dimension_numbers"]
     batch, first = len(kept), len(product.eqn.invars[0].aval.shape) - len(summed)
@@ -131,7 +133,9 @@ def _is_swap(transpose: Op, product: Op) -> bool:
 
 def _is_window(op: Op, flow: Dataflow) -> bool:
     """Whether it is a slice without gaps that only products read."""
-    if op.name != "slice" or len(op.reads) != 1 or set(op.eqn.params["strides"] or (1,)) != {1}:
+    if op.primitive is not p.slice_p or len(op.reads) != 1:
+        return False
+    if set(op.eqn.params["strides"] or (1,)) != {1}:
         return False
     source, taken = op.reads[0].aval.shape, op.writes[0].aval.shape
     cut = [d for d, (a, b) in enumerate(zip(source, taken, strict=True)) if a != b]
@@ -142,20 +146,22 @@ def _is_window(op: Op, flow: Dataflow) -> bool:
 def _only_products(var: Any, flow: Dataflow) -> bool:
     """Whether products, and nothing else, read a value, through views of it."""
     return bool(flow.readers[var]) and all(
-        _only_products(u.writes[0], flow) if u.name in ALIASES else u.name in PRODUCTS
+        _only_products(u.writes[0], flow) if u.primitive in ALIASES else u.primitive in PRODUCTS
         for u in flow.readers[var]
     )
 
 
 def _ends_product(op: Op, flow: Dataflow) -> bool:
     """Whether it is a relu that the preceding product computes in its epilogue."""
-    if op.name != "max" or len(op.reads) != 1 or elements(op.reads[0]) != elements(op.writes[0]):
+    if op.primitive is not p.max_p or len(op.reads) != 1:
         return False
     var = op.reads[0]
+    if elements(var) != elements(op.writes[0]):
+        return False
     while (maker := flow.makers.get(var)) is not None and len(flow.readers[var]) == 1:
-        if maker.name in PRODUCTS:
+        if maker.primitive in PRODUCTS:
             return True
-        if maker.name not in ALIASES:
+        if maker.primitive not in ALIASES:
             return False
         var = maker.reads[0]
     return False

@@ -7,7 +7,8 @@ from typing import Any
 
 from gshard.forecast.compilers.base import Compiler
 from gshard.forecast.dataflow import Dataflow
-from gshard.forecast.ops import PRODUCTS, Op
+from gshard.forecast.ops import Op
+from gshard.graph.kinds import PRODUCTS
 
 
 class TPU(Compiler):
@@ -17,7 +18,7 @@ class TPU(Compiler):
 
     def fuses(self, op: Op) -> bool:
         """Products too."""
-        return op.joins or op.name in PRODUCTS
+        return op.joins or op.primitive in PRODUCTS
 
     def stores(self, flow: Dataflow) -> set[Any]:
         """Not the values between a product and its single neighbour.
@@ -29,7 +30,7 @@ class TPU(Compiler):
         for op in flow.ops:
             if not op.writes or flow.is_view(op):
                 continue
-            product = op.name in PRODUCTS
+            product = op.primitive in PRODUCTS
             found = [v for v in map(flow.stands_for, op.reads) if v in holding]
             for extra in found if product else found[1:]:
                 stored.add(extra)
@@ -40,7 +41,7 @@ class TPU(Compiler):
                 if product and alone and users[0].joins:
                     stored.discard(var)
                 joined = op.joins and not op.reduces and not found
-                if alone and joined and users[0].name in PRODUCTS:
+                if alone and joined and users[0].primitive in PRODUCTS:
                     stored.discard(var)
                 if var not in stored and (product or found):
                     holding.add(var)

@@ -27,21 +27,23 @@ from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
 
-from gshard.forecast.ops import APART, LOOPS, PRODUCTS, size_of
-from gshard.graph import at_every_level, bodies, in_order
+from gshard.forecast.ops import size_of
+from gshard.graph import LOOPS, at_every_level, bodies, in_order
 from gshard.graph.evaluate import equations_of
+from gshard.graph.kinds import APART, PRODUCTS
 from gshard.moving.collectives import AllGather, AllReduce, CollectiveNode, ReduceScatter
 from gshard.moving.costs import EXCHANGED, LATENCIES, cost_model
 from gshard.moving.inventory import COLLECTIVES
 from gshard.moving.nodes import node_of
 from gshard.moving.packed import can_be_exchanged, run_together
 
-_HEAVY = APART | PRODUCTS | LOOPS | COLLECTIVES.keys()
+_HEAVY = {*APART, *PRODUCTS, *LOOPS}
 _LIGHT = {
-    "add", "add_any", "broadcast_in_dim", "convert_element_type", "div", "exp", "integer_pow",
-    "max", "mul", "neg", "reduce_sum", "reshape", "rsqrt", "select_n", "slice", "sqrt", "squeeze",
-    "sub", "tanh", "transpose",
+    p.add_p, p.add_jaxvals_p, p.broadcast_in_dim_p, p.convert_element_type_p, p.div_p, p.exp_p,
+    p.integer_pow_p, p.max_p, p.mul_p, p.neg_p, p.reduce_sum_p, p.reshape_p, p.rsqrt_p,
+    p.select_n_p, p.slice_p, p.sqrt_p, p.squeeze_p, p.sub_p, p.tanh_p, p.transpose_p,
 }  # fmt: skip
 _NEVER = 1 << 60
 
@@ -144,10 +146,10 @@ def _size(eqn: JaxprEqn) -> int:
 
 def is_heavy(eqn: JaxprEqn) -> bool:
     """Whether an equation is expensive, or must not be reordered."""
-    if eqn.primitive.name in _HEAVY or eqn.effects or node_of(eqn) is not None:
-        return True
-    if eqn.primitive.name in _LIGHT:  # the common case, decided quickly
+    if eqn.primitive in _LIGHT:  # the common case, decided quickly
         return False
+    if eqn.primitive in _HEAVY or eqn.effects or node_of(eqn) or eqn.primitive.name in COLLECTIVES:
+        return True
     return any(is_heavy(e) for body in bodies(eqn) for e in body.eqns)
 
 
