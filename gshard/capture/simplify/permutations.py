@@ -71,6 +71,7 @@ def _sets_rows(put: JaxprEqn) -> bool:
     return (
         put.params["update_jaxpr"] is None
         and numbers.scatter_dims_to_operand_dims == numbers.inserted_window_dims == (0,)
+        and updates.aval.ndim == operand.aval.ndim
         and updates.aval.shape[1:] == operand.aval.shape[1:]
         and updates.aval.shape[0] <= operand.aval.shape[0]
     )

@@ -29,3 +29,13 @@ def test_the_gradient_of_an_update_by_argsort_scatters_nothing():
 def test_indices_that_may_repeat_are_compared():
     fn = gradient_of_an_update(lambda keys: keys.astype(jnp.int32) % 3)
     assert "scatter" in after(fold_permutation_checks, fn, KEYS, ROWS)
+
+
+def test_one_element_that_is_set_and_compared():
+    """An update without dims has no rows: splines of interpax set their first slope like this."""
+
+    def fn(keys):
+        slopes = keys.astype(jnp.int32).at[0].set(1)
+        return jnp.where(slopes == 0, slopes, keys.astype(jnp.int32))
+
+    assert "scatter" in after(fold_permutation_checks, fn, KEYS)
