@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from gshard import _jax, recording
 from gshard.capture.stage import Captured
@@ -76,6 +76,18 @@ class GlobalFunction:
         """The arguments as shapes with JAX's own shardings."""
         ports = zip(self.arguments, dtypes, strict=True)
         return [p.struct(self.mesh, dtype) for p, dtype in ports]
+
+    def on_user_mesh(self) -> tuple[list[NamedSharding | None], list[NamedSharding]]:
+        """The arguments' shardings and the results', all on the user's mesh, where there is one.
+
+        A sharding that the mesh cannot express is given as replicated.
+        """
+        mesh = next((p.label.mesh for p in self.arguments if p.label is not None), None)
+        if mesh is None:
+            return [None] * len(self.arguments), []
+        replicated = NamedSharding(mesh, PartitionSpec())
+        arguments = [p.label or replicated for p in self.arguments]
+        return [*arguments], [p.label or replicated for p in self.out_of]
 
     def placed_consts(self) -> list[jax.Array]:
         """The values that the user's function closes over, where the executable wants them."""

@@ -237,15 +237,25 @@ class Lowered(Stage):
         return self._compiled
 
     def logical(self) -> jax.stages.Traced:
-        """The program as JAX's own stage, from logical arguments to logical results."""
+        """The program as JAX's own stage, from logical arguments to logical results.
+
+        Only the user's own mesh is in its signature: one artifact has one mesh, and callers cannot
+        know the names of gshard's. On explicit axes the results have the plan's shardings as types.
+        """
+        placed, results = self._program.on_user_mesh()
+        run: Any = self._program.logical
+        if results:
+            run = jax.sharding.auto_axes(run, out_sharding=results)
 
         def called(*args: Any, **kwargs: Any) -> Any:
             arrays = [x for x in jax.tree.leaves((args, kwargs)) if _jax.is_array_like(x)]
-            return self.trees.like_results(self._program.logical(arrays))
+            return self.trees.like_results(run(arrays))
 
         called.__name__ = called.__qualname__ = self._program.name
-        args, kwargs = jax.tree.unflatten(
-            self.trees.in_tree, self._program.structs(self.trees.dtypes)
-        )
+        structs = [
+            s.update(sharding=sharding)
+            for s, sharding in zip(self._program.structs(self.trees.dtypes), placed, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(self.trees.in_tree, structs)
         with _jax.without_mesh():
             return jax.jit(called).trace(*args, **kwargs)

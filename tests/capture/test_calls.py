@@ -177,22 +177,6 @@ def test_a_program_found_in_the_compilation_cache_is_serialized_with_its_code(
         close(found(X), X * 2 + 1)
 
 
-@shows("jax.export")
-@pytest.mark.parametrize("rows", [16, 13])
-def test_export(rows):
-    exported = jax.export.export(gshard.jit(double))(X[:rows])
-    assert exported.nr_devices == 8
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = jax.device_put(X[:rows], jax.NamedSharding(mesh, jax.P()))
-    np.testing.assert_array_equal(jax.jit(exported.call)(x), X[:rows] * 2)
-
-
-def test_export_refuses_symbolic_dims():
-    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), np.float32)
-    with pytest.raises(ValueError, match=r"has the shape \(b, 4\): export it once for each size"):
-        jax.export.export(gshard.jit(double))(shape)
-
-
 @shows("one trace for one kind of arguments")
 def test_the_cache():
     traced = []
