@@ -162,6 +162,13 @@ def updates(x: jax.Array) -> jax.Array:
     return x
 
 
+def sums(x: jax.Array) -> jax.Array:
+    """Rows that are added to one by one."""
+    for i in range(STATIC):
+        x = x.at[2 * i].add(i * 1.0)
+    return x
+
+
 def gradient_of_windows(x: jax.Array) -> jax.Array:
     return jax.grad(lambda x: jnp.sum(jnp.sin(windows(x))))(x)
 
@@ -169,7 +176,7 @@ def gradient_of_windows(x: jax.Array) -> jax.Array:
 def static_rows_table() -> list[dict[str, Any]]:
     x = jax.ShapeDtypeStruct((4 * STATIC, 4), jnp.float32)
     rows = []
-    for fn in (windows, updates, gradient_of_windows):
+    for fn in (windows, updates, sums, gradient_of_windows):
 
         def lowered(fn: Callable = fn) -> Any:
             return gshard.jit(lambda x: fn(gshard.split(x, 0, 8)), devices=8).lower(x)

@@ -7,6 +7,7 @@ step apart are rows of a source that are a constant stride apart. Later layers c
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Layer:
             if axis.dim is not None:
                 yield axis, self.base[axis.dim]
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """The number of elements."""
         return math.prod(axis.rows for axis in self.axes)
@@ -147,13 +148,17 @@ def constant(source: Any, shape: Sequence[int]) -> Layer:
 
 
 def visible(layers: Iterable[Layer]) -> tuple[Layer, ...]:
-    """The layers that have elements and are not covered by a later one."""
+    """The layers that have elements; of a few, those that are not covered by a later one."""
     found: list[Layer] = []
     for layer in layers:
         if layer.size:
-            found = [below for below in found if not layer.hides(below)]
+            if len(found) <= _FEW:
+                found = [below for below in found if not layer.hides(below)]
             found.append(layer)
     return tuple(found)
+
+
+_FEW = 16  # layers: each is compared with each
 
 
 def through(outer: Layer, inner: Iterable[Layer]) -> Iterator[Layer]:

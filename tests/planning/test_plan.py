@@ -106,7 +106,7 @@ def test_a_dump_has_a_file_for_every_stage(tmp_path):
         "13-emit",
     ]
     composed = paths[2].read_text()
-    (line,) = [line for line in composed.split("\n") if "row_map" in line]
+    (line,) = [line for line in composed.split("\n") if "row_map[" in line]
     assert line.startswith(">")
     assert "# not applied: there is no ragged product" in paths[6].read_text()
     assert "halo[" in paths[8].read_text()

@@ -21,7 +21,7 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
     if len(layers) == 1 and not layers[0].is_constant:
         return _slicing(eqn, layers[0])
     before: list[JaxprEqn] = []
-    operands: dict[Any, Any] = {}  # by variable; literals by identity
+    operands: dict[Any, tuple[int, Any]] = {}  # by variable; literals by identity
     numbered: list[Layer] = []
     for layer in apart(layers, shape):
         source = layer.source
@@ -32,9 +32,9 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
             axes = tuple(axis._replace(dim=d) for d, axis in enumerate(layer.axes))
             layer = Layer(source, base, axes)
         key = id(source) if isinstance(source, Literal) else source
-        operands.setdefault(key, source)
-        numbered.append(Layer(list(operands).index(key), layer.base, layer.axes))
-    operands_of_map, layers = list(operands.values()), tuple(numbered)
+        number, _ = operands.setdefault(key, (len(operands), source))
+        numbered.append(Layer(number, layer.base, layer.axes))
+    operands_of_map, layers = [source for _, source in operands.values()], tuple(numbered)
     return [*before, replacing(eqn, row_map_p, operands_of_map, result, layers=layers)]
 
 

@@ -89,7 +89,10 @@ def _composed_one(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn]:
         same = resolved == layers or layers[0].is_all(layers[0].source.aval.shape)
         moved = _is_shift(resolved) or origins.are_near(resolved, eqn.outvars[0])
         return painting(eqn, resolved) if moved and not same else [eqn]
-    if resolved == layers and eqn.primitive in (p.concatenate_p, row_map_p):
+    plain = eqn.primitive is row_map_p or (
+        eqn.primitive is p.concatenate_p and len(layers) == len(eqn.invars)  # none is empty
+    )
+    if resolved == layers and plain:
         return [eqn]
     return painting(eqn, resolved)
 
@@ -121,9 +124,14 @@ class Origins:
                 layers = of(eqn, var, graph, self.maps) if of and var.aval.size else None
                 if layers is not None:
                     self.maps[var] = layers
-                    self.known[var] = visible(
-                        found for layer in layers for found in self.of_layer(layer)
-                    )
+                    self.known[var] = self._known(eqn, layers)
+
+    def _known(self, eqn: JaxprEqn, layers: Layers) -> Layers:
+        """The layers in terms of tensors that are not row maps."""
+        if eqn.primitive in _SUMS:
+            one, other = (self.known[a] for a in eqn.invars)
+            return (*one, *other[1:])
+        return visible(found for layer in layers for found in self.of_layer(layer))
 
     def resolved(self, layers: Layers, result: Any) -> Layers:
         """Layers in terms of their sources' origins, where most of each origin is used.
@@ -319,5 +327,6 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
     p.add_p: _of_sum,
     p.add_jaxvals_p: _of_sum,
 }
+_SUMS = (p.add_p, p.add_jaxvals_p)
 _MOVING = (p.slice_p, p.pad_p, p.rev_p, split_p)
 _VIEWS = (p.reshape_p, p.squeeze_p, p.broadcast_in_dim_p, p.convert_element_type_p)
