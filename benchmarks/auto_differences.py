@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gshard import Layout
+from gshard.autosharding.cost import NONE, specs_of
 from gshard.autosharding.cost.lower_bound import build_lower_bound
 from gshard.autosharding.cost.model import MeshProblem
-from gshard.autosharding.cost.specs import NONE, specs_of
 from gshard.autosharding.cost.strategies import PICO
 from gshard.autosharding.layout.annotations import spec_of
 from gshard.autosharding.solver import solve

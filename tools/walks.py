@@ -31,7 +31,7 @@ class Start(NamedTuple):
 WALKS = {
     "lower": Start("gshard.runtime.pipeline", "lower", "traced", 53, 30),
     "forecast": Start("gshard.forecast.report", "forecast", "jaxpr", 22, 7),
-    "auto": Start("gshard.autosharding.cost.model", "build", "flat", 36, 16),
+    "auto": Start("gshard.autosharding.cost.model", "build", "flat", 36, 17),
     "training": Start("gshard.mt.training.loop", "train", "run", 109, 75),
 }
 

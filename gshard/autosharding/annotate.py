@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from jax.extend.core import Literal
 
-from gshard.autosharding.cost.specs import NONE, Spec, specs_of
+from gshard.autosharding.cost import NONE, Spec, specs_of
 from gshard.autosharding.cost.strategies import PICO, primitive_of
 from gshard.autosharding.evaluate import Deviation, Deviations, Evaluator, ModelAnswer
 from gshard.autosharding.layout import Layout
@@ -293,8 +293,8 @@ def slowest(least: float, bound: float) -> float:
 
 
 def best_of(layouts: Sequence[Layout]) -> Layout:
-    """Of layouts that are nearly as fast as the fastest, that with the fewest mesh axes, and with
-    the fewest annotations inside."""
+    """The layout with the fewest mesh axes, and the fewest annotations inside, among those that are
+    nearly as fast as the fastest."""
     least = min(layout.seconds for layout in layouts)
     equal = [layout for layout in layouts if layout.seconds <= least * (1 + TOLERANCE)]
     return min(equal, key=lambda a: (len(a.mesh), len(groups(a.inside)), a.seconds))

@@ -1,9 +1,9 @@
 """`gshard.auto`: a mesh and annotations for a program, chosen by a solver and checked by lowering.
 
-For each mesh two models of the program are solved (`model`): a likely one, whose answers become
-layouts, and an optimistic one, for a bound. The best answers are lowered; what counts then is the
-forecast of the lowered program. At the end, annotations that propagation finds by itself are left
-out (`smaller`).
+For each mesh two models of the program are solved: a likely one (`cost.model`), whose answers
+become layouts, and one that no layout undercuts (`cost.lower_bound`), for a bound. The best answers
+are lowered; what counts then is the forecast of the lowered program. At the end, annotations that
+propagation finds by itself are removed. Each phase has a share of the time (`budget.PHASES`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gshard.autosharding.annotate import (
     fewest,
     slowest,
 )
-from gshard.autosharding.budget import Clock
+from gshard.autosharding.budget import Budget, Clock
+from gshard.autosharding.cost import MeshShape, specs_of
 from gshard.autosharding.cost.rates import distinct_meshes
-from gshard.autosharding.cost.specs import MeshShape, specs_of
 from gshard.autosharding.evaluate import Evaluator, ModelAnswer, ModelSolver
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.layout.annotations import Annotated, dims_of
@@ -43,7 +43,7 @@ _LOWERED_MESHES = 3
 # Pairs of strategies of the operators on a mesh, at most; on 2 x 2 x 2 each has up to thousands.
 _MOST_PAIRS = 10_000_000
 
-# Of the layouts with a single annotation, those of further arguments of one shape, at most.
+# At most this many single-annotation layouts of further arguments of one shape.
 _ALIKE = 8
 
 # How often the model is asked for less memory, where the lowered program holds too much, and for
@@ -51,18 +51,10 @@ _ALIKE = 8
 _TIGHTENED = 10
 _LESS = 0.95
 
-# Of the time given, the work that is counted: a machine may be slower by the rest of it.
+# The share of the time given that is counted as work: a machine may be slower by the rest of it.
 _COUNTED = 0.75
 
-# Of this work, the shares for layouts by the solver, for making them small, for layouts that need
-# no solver, for the bound, for changes of single arguments, and for leaving out annotations.
-_SOLVING = 0.3
-_FEW = 0.4
-_SIMPLE = 0.15
-_BOUNDING = 0.2
-_POLISHING = 0.15
-_LEAVING_OUT = 0.1
-_LOWERING = 0.5  # of the guard's time that no further mesh is solved in
+_LOWERING = 0.5  # share of the real time in which no further mesh is solved
 _LEAST_SOLVING = 10.0  # seconds for the first mesh, where the time given is too little
 
 _DONATED = ("donate_argnums", "donate_argnames")
@@ -124,21 +116,20 @@ class _Chooser:
     clock: Clock
     gaps: list[float] = dataclasses.field(default_factory=list)
     looked_at: tuple[MeshShape, ...] = ()
-    reserved: float = 0.0  # seconds for what comes later: the bound, and fewer annotations
     tried: set[tuple[Annotated, ...]] = dataclasses.field(default_factory=set)  # without the solver
 
     def __post_init__(self) -> None:
-        self.seconds, self.guard = self.clock.left, self.clock.guard_left
-        self.reserved = _BOUNDING * self.seconds
+        self.budget, self.guard = Budget(self.clock), self.clock.guard_left
         donated = any(self.evaluator.keywords.get(how) for how in _DONATED)
         self.model = ModelSolver(self.subject, self.machine, self.clock, donated)
 
     def chosen(self) -> Layout:
         """The best layout."""
-        layouts = self._simplest(self._until(_SIMPLE))
+        layouts = self._simplest(self._until("first layouts"))
         limits = dict.fromkeys(self._meshes(), float(self.limit))
         for number in range(_TIGHTENED):
-            share = _SOLVING * self.seconds
+            self.budget.enter("solving")
+            share = self.budget.seconds("solving")
             choices = self._choices(limits, share if number == 0 else share / 4)
             if number == 0:
                 meshes = dict.fromkeys(c.model.mesh for c in choices)
@@ -178,17 +169,20 @@ class _Chooser:
 
     def _finished(self, fitting: Sequence[Layout]) -> Layout:
         """The best of these with a bound, and without the annotations that it does not need."""
-        self.clock.extend(self.reserved)  # what a busy machine took of it
-        bound = self._bound(self.looked_at, self.reserved)
-        self.reserved = _LEAVING_OUT * self.seconds
-        more = self._until(_POLISHING)
+        self.clock.extend(self.budget.reserved)  # what a busy machine took of it
+        self.budget.enter("bound")
+        bound = self._bound(self.looked_at, self.budget.seconds("bound"))
+        more = self._until("single changes")
         fitting = [*fitting, *coordinate_descent(best_of(fitting), self.evaluator, more)]
-        self.reserved = 0.0
+        self.budget.enter("removal")
         most = slowest(min(a.seconds for a in fitting), bound)
         near = [layout for layout in fitting if layout.seconds <= most]
         best = fewest(best_of(near), most, self.evaluator, self._can_lower)
         gap = min(1.0, max(self.gaps, default=1.0))
-        return dataclasses.replace(best, bound=bound, solver_gap=gap, meshes=self.looked_at)
+        looked_at, phases = self.looked_at, self.budget.report()
+        return dataclasses.replace(
+            best, bound=bound, solver_gap=gap, meshes=looked_at, phases=phases
+        )
 
     def _meshes(self) -> list[MeshShape]:
         """The meshes to look at: first those of few axes, then those along the nodes of the
@@ -233,11 +227,12 @@ class _Chooser:
         self.gaps = [choice.gap for choice in found]
         return found
 
-    def _until(self, share: float) -> Callable[[], bool]:
-        """Whether there is time to lower one more layout within a share of the time, and real time
-        for what comes later."""
-        until = self.clock.now() + share * self.seconds
-        later = self.guard * self.reserved / max(self.seconds, 1e-9)
+    def _until(self, phase: str) -> Callable[[], bool]:
+        """Enter a phase: whether there is time to lower one more layout in it, and real time for
+        what comes later."""
+        self.budget.enter(phase)
+        until = self.clock.now() + self.budget.seconds(phase)
+        later = self.guard * self.budget.reserved / max(self.budget.total, 1e-9)
 
         def more() -> bool:
             in_time = self._can_lower() and self.clock.guard_left > later
@@ -248,11 +243,12 @@ class _Chooser:
     def _can_lower(self) -> bool:
         """Whether there is time to lower one more layout, and for what comes later."""
         in_time = self.clock.guard_left > self.evaluator.lowering_seconds
-        return in_time and self.clock.left - self.reserved > self.evaluator.lowering_work
+        return in_time and self.clock.left - self.budget.reserved > self.evaluator.lowering_work
 
     def _lowered(self, choices: Sequence[ModelAnswer]) -> list[Layout]:
         """The layouts of the best meshes: nearly all of their answers with few annotations, or else
         all of them; then what arguments alone make."""
+        self.budget.enter("annotations")
         layouts: list[Layout] = []
         for choice in choices[:_LOWERED_MESHES]:
             if not self._fits(layouts) or self._can_lower():
@@ -269,7 +265,7 @@ class _Chooser:
     def _of_answer(self, choice: ModelAnswer) -> list[Layout]:
         """Layouts that are like an answer. One with all annotations only where few do not hold what
         the model promises."""
-        share = _FEW * self.seconds / min(len(self.looked_at), _LOWERED_MESHES)
+        share = self.budget.seconds("annotations") / min(len(self.looked_at), _LOWERED_MESHES)
         search, found = AnnotationSearch(self.evaluator, choice), list[Layout]()
         for layout in search.few(share):
             found.append(layout)
@@ -314,7 +310,7 @@ class _Chooser:
             dims = [d for d in range(len(shape)) if _rows(shape, d, count)]
             (alike if shape in seen else found).extend((_split(path, shape, d),) for d in dims)
             seen.add(shape)
-        return self._tried(found + alike[:_ALIKE], self._until(_SIMPLE))
+        return self._tried(found + alike[:_ALIKE], self._until("single annotations"))
 
     def _tried(
         self, annotations: Sequence[tuple[Annotated, ...]], more: Callable[[], bool]

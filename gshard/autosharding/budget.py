@@ -55,6 +55,49 @@ class Clock:
         self.processor = max(self.processor, time.process_time() + seconds)
 
 
+# The phases of a search in their order, and the share of the counted work that each may take.
+PHASES = {
+    "first layouts": 0.12,  # nothing split, the batch, the batch and the states
+    "solving": 0.23,  # the model, for as many meshes as there is time
+    "annotations": 0.30,  # from which propagation finds an answer
+    "single annotations": 0.08,  # which the model may misjudge
+    "bound": 0.17,  # the lower bound of all layouts
+    "single changes": 0.05,  # the sharding of one argument after the other
+    "removal": 0.05,  # annotations that make little difference
+}
+_LAST = ("bound", "single changes", "removal")  # for which the phases before leave time
+
+
+class Budget:
+    """The phases of a search: what each may take, what it took, and what later ones need."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.total = clock, clock.left
+        self.spent = dict.fromkeys(PHASES, 0.0)
+        self.phase, self.began = next(iter(PHASES)), clock.done
+
+    def seconds(self, phase: str) -> float:
+        """Seconds of work that a phase may take."""
+        return PHASES[phase] * self.total
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase; the one before it ends."""
+        self.spent[self.phase] += self.clock.done - self.began
+        self.phase, self.began = phase, self.clock.done
+
+    @property
+    def reserved(self) -> float:
+        """Seconds of work that the last phases need after the present one."""
+        numbers = list(PHASES)
+        later = (name for name in _LAST if numbers.index(name) > numbers.index(self.phase))
+        return sum(map(self.seconds, later))
+
+    def report(self) -> dict[str, tuple[float, float]]:
+        """What each phase took, and what it was given."""
+        self.enter(self.phase)
+        return {name: (spent, self.seconds(name)) for name, spent in self.spent.items()}
+
+
 class Work(NamedTuple):
     """Seconds of work on a core of an ordinary machine, as they were measured there."""
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from gshard import _jax
 from gshard.autosharding.budget import WORK, Clock
+from gshard.autosharding.cost import MeshShape, Spec, sharding_of, specs_of
 from gshard.autosharding.cost.lower_bound import build_lower_bound
 from gshard.autosharding.cost.model import MeshProblem, build
-from gshard.autosharding.cost.specs import MeshShape, Spec, sharding_of, specs_of
 from gshard.autosharding.cost.strategies import PICO
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.layout.annotations import (
@@ -28,7 +28,7 @@ from gshard.autosharding.layout.annotations import (
 from gshard.autosharding.layout.summary import Considered
 from gshard.autosharding.solver import presolving_work, solve, solve_with_priced_memory
 from gshard.autosharding.solver.ilp import Result
-from gshard.autosharding.solver.problem import Floats, Ints, NoAnswerError, Problem
+from gshard.autosharding.solver.problem import ROUNDING, Floats, Ints, NoAnswerError, Problem
 from gshard.autosharding.traced import TracedProgram
 from gshard.capture.inside import TensorSite, places
 from gshard.forecast.hardware import Hardware
@@ -39,9 +39,6 @@ from gshard.moving.costs import use_cost_model
 from gshard.propagation.flow import Edge, Flow
 from gshard.propagation.propagate import propagate
 from gshard.tensors.sharding import Sharding
-
-# Share of a bound that sums of floating-point numbers may be off.
-_ROUNDING = 1e-9
 
 _SWEEPS = 8  # in which operators choose again; later ones change next to nothing
 
@@ -240,7 +237,7 @@ class ModelSolver:
                 own = max(own, solve(problem, seconds, clock=self.clock).bound)
             except NoAnswerError:  # arguments alone do not fit over this mesh
                 return math.inf
-        return (1 - _ROUNDING) * own / PICO
+        return (1 - ROUNDING) * own / PICO
 
 
 @dataclasses.dataclass(frozen=True)

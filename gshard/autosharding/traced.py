@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from gshard import _jax
-from gshard.autosharding.cost.specs import NONE, MeshShape, specs_of
+from gshard.autosharding.cost import NONE, MeshShape, specs_of
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints
 from gshard.capture.flatten import inline
 from gshard.capture.placement import device_order

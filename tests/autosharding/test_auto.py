@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import gshard
 from gshard.autosharding.auto import _Chooser, bytes_of
+from gshard.autosharding.cost import mesh_shapes, sharding_of, specs_of
 from gshard.autosharding.cost.model import build
-from gshard.autosharding.cost.specs import mesh_shapes, sharding_of, specs_of
 from gshard.autosharding.layout.annotations import AnnotatedInside
 from gshard.autosharding.traced import TracedProgram
 from gshard.capture.inside import places

@@ -2,9 +2,13 @@
 
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from gshard.autosharding.budget import Clock
+import gshard
+from gshard.autosharding.budget import PHASES, Budget, Clock
 from gshard.autosharding.solver.problem import (
     CostEdge,
     MemoryModel,
@@ -33,3 +37,29 @@ def test_counted_work_does_not_depend_on_the_clock(monkeypatch):
     assert one.bound == two.bound
     assert work == again > 0.05
     assert one.gap > 0  # it was the work that ended it
+
+
+def test_phases_add_up_to_all_of_the_time():
+    assert sum(PHASES.values()) == pytest.approx(1.0)
+    clock = Clock(100.0, 40.0)
+    budget = Budget(clock)
+    assert sum(map(budget.seconds, PHASES)) == pytest.approx(40.0)
+    last = sum(budget.seconds(name) for name in ("bound", "single changes", "removal"))
+    assert budget.reserved == pytest.approx(last)
+    for seconds, phase in enumerate(PHASES):
+        budget.enter(phase)
+        clock.charge(float(seconds))
+    report = budget.report()
+    assert [took for took, _ in report.values()] == list(range(len(PHASES)))
+    assert budget.reserved == 0.0
+
+
+def test_a_layout_shows_what_each_phase_took():
+    """What is counted is in the phases, and no phase that is lowered in takes much more than its
+    share: one layout is begun as long as there is time for it."""
+    arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 256), (256, 256))]
+    layout = gshard.auto(jnp.dot, *arguments, devices=4, hardware="h100", seconds=20.0)
+    assert list(layout.phases) == list(PHASES)
+    assert sum(given for _, given in layout.phases.values()) == pytest.approx(15.0)
+    assert 0 < sum(took for took, _ in layout.phases.values()) < 15.0
+    assert "  single changes: " in layout.explain()

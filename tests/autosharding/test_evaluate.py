@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gshard.autosharding.budget import Clock
+from gshard.autosharding.cost import sharding_of, specs_of
 from gshard.autosharding.cost.model import build
-from gshard.autosharding.cost.specs import sharding_of, specs_of
 from gshard.autosharding.cost.strategies import PICO
 from gshard.autosharding.evaluate import Deviations, Evaluator, ModelAnswer
 from gshard.autosharding.solver import solve

@@ -26,9 +26,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.autosharding.cost.model import Holding, MeshProblem, ModelBuilder
-from gshard.autosharding.cost.rates import Axes, LowerBoundRates, PartialSum
-from gshard.autosharding.cost.specs import (
+from gshard.autosharding.cost import (
     NONE,
     MeshShape,
     Spec,
@@ -36,6 +34,8 @@ from gshard.autosharding.cost.specs import (
     specs_of,
     transposes,
 )
+from gshard.autosharding.cost.model import MOST_SPECS, Holding, MeshProblem, ModelBuilder
+from gshard.autosharding.cost.rates import Axes, LowerBoundRates, PartialSum
 from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Shares, Strategy, primitive_of
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints
 from gshard.forecast.hardware import Hardware
@@ -43,9 +43,6 @@ from gshard.graph.kinds import PRODUCTS
 from gshard.graph.regions import bodies
 from gshard.propagation.flow import Edge
 from gshard.rules.base.rule import Rule
-
-# Specs of a tensor up to which its moves have a node; of more, each reader pays an equal share.
-_MOST_SHARED_SPECS = 16
 
 REDUCING, GATHERING = "reducing", "gathering"
 
@@ -172,7 +169,7 @@ class LowerBoundBuilder(ModelBuilder):
     ) -> None:
         super().__init__(flat, prices, limit, fused_on=fused_on)
         self.shared, self.latencies = SharedMoves(), Latencies(flat.jaxpr)
-        # Of what is transposed the value itself, and which of its dims each dim is.
+        # For a transposed value the value itself, and which of its dims each dim is.
         self.sources: dict[Any, tuple[Any, tuple[int, ...]]] = {}
         self.products: set[Any] = set()  # results of matrix products
         for edge in self.flow.edges:
@@ -293,7 +290,7 @@ class SharedMoves:
             if len(readers) == 1 or all(_is_free(table) for _, table in readers):
                 edges += [(reader, nodes[var], table) for reader, table in readers]
                 continue
-            if len(costs[nodes[var]]) > _MOST_SHARED_SPECS:
+            if len(costs[nodes[var]]) > MOST_SPECS:
                 edges += [(r, nodes[var], _shared(t, len(readers))) for r, t in readers]
                 continue
             own, level = _levels([table for _, table in readers])

@@ -10,7 +10,7 @@ Where copies break the memory limit (`uncounted`), they are counted as long as t
 strategy is a pair, of the tensor's spec and the copy's, since a copy that is the tensor itself
 takes nothing. That makes problems larger, so that it is done for the copies that matter.
 
-The prices are likely ones, for finding layouts; `lower_bound` overrides them.
+Prices are likely ones, for finding layouts; `lower_bound` overrides them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.autosharding.cost.specs import NONE, MeshShape, local_elements, sharding_of, specs_of
-from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Priced, Shares, primitive_of
-from gshard.autosharding.cost.work import FusedWork
+from gshard.autosharding.cost import NONE, MeshShape, local_elements, sharding_of, specs_of
+from gshard.autosharding.cost.strategies import (
+    PICO,
+    FusedWork,
+    OperatorPrices,
+    Priced,
+    Shares,
+    primitive_of,
+)
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints, MemoryModel, Problem, unite
 from gshard.autosharding.traced import border_ends, border_table, leaving_borders
 from gshard.forecast.hardware import Hardware
@@ -39,12 +45,11 @@ from gshard.tensors.tile import Identity, byte_size
 # an argument counts as reading this part of it.
 _HELD = 0.01
 
-
 # A tensor is large if all of it takes this share of the memory limit.
 _LARGE = 1 / 200
 
 # Specs of a tensor up to which all pairs of them are strategies.
-_MOST_SPECS = 16
+MOST_SPECS = 16
 
 Holding = tuple[int, int, int, Floats]  # node, start, stop, bytes by strategy
 
@@ -64,7 +69,7 @@ class SharedCopy:
         """The table of an operator with a column for each strategy; `by_spec` has one for each
         spec. Where the copy counts, it is what the operator reads: nothing is sent after it."""
         table = by_spec[:, self.read]
-        closed = self.paired and by_spec.shape[1] <= _MOST_SPECS
+        closed = self.paired and by_spec.shape[1] <= MOST_SPECS
         return np.where(table > 0, FORBIDDEN, table) if closed else table
 
     def held(self, sizes: Floats) -> Floats:
@@ -75,13 +80,12 @@ class SharedCopy:
 class SharedCopies:
     """Which tensors of a program have a copy for the operators that read them."""
 
-    def __init__(
-        self, flow: Flow, mesh: MeshShape, limit: float, paired: Collection[Any] = ()
-    ) -> None:
+    def __init__(self, flow: Flow, mesh: MeshShape, limit: float, paired: Collection[Any]) -> None:
         self.mesh, self.limit, self.paired = mesh, limit, paired
         self.readers: Counter[Any] = Counter()
         for edge in flow.edges:
-            self.readers.update(a for a in _operands(edge) if reads_copy(edge))
+            if reads_copy(edge):
+                self.readers.update({a for a in edge.atoms[0] if not isinstance(a, Literal)})
         self.found: dict[Any, SharedCopy] = {}
 
     def is_large(self, size: float) -> bool:
@@ -106,19 +110,12 @@ def reads_copy(edge: Edge) -> bool:
     return edge.level > 0 or (edge.eqn is not None and edge.eqn.primitive is p.transpose_p)
 
 
-def _operands(edge: Edge) -> set[Any]:
-    return {a for a in edge.atoms[0] if not isinstance(a, Literal)}
-
-
 def _pairs(shape: tuple[int, ...], mesh: MeshShape) -> tuple[Ints, Ints]:
     """Specs and copies: all of them, or where these are many the tensor itself and what is gathered
     from it along some axes."""
     specs = np.array(specs_of(shape, mesh)).reshape(-1, len(mesh))
-    own, read = np.broadcast_arrays(specs[:, None], specs[None])
-    if len(specs) <= _MOST_SPECS:
-        own, read = np.nonzero(np.ones(own.shape[:2], dtype=bool))
-    else:
-        own, read = np.nonzero(((own == read) | (read == NONE)).all(axis=2))
+    gathered = ((specs[:, None] == specs) | (specs == NONE)).all(axis=2)
+    own, read = np.nonzero(gathered | (len(specs) <= MOST_SPECS))
     return own, read
 
 
@@ -135,15 +132,14 @@ class MeshProblem:
 
     def uncounted(self, answer: Ints) -> set[Any]:
         """Tensors whose copies break the memory limit of an answer, and are not counted in it."""
-        memory = self.problem.memory
-        free = memory.limit - memory.profile(answer)
+        free = self.problem.memory.limit - self.problem.memory.profile(answer)
         copies = []
-        for var, form in self.copies.items():
-            own, read = answer[self.nodes[var]], form.read[answer[form.node]]
-            if not form.paired and own != read:
-                copies.append((var, form, self.sizes(var)[read]))
-                free[form.first : form.last + 1] -= copies[-1][2]
-        return {v for v, form, _ in copies if (free[form.first : form.last + 1] < 0).any()}
+        for var, copy in self.copies.items():
+            own, read = answer[self.nodes[var]], copy.read[answer[copy.node]]
+            if not copy.paired and own != read:
+                copies.append((var, copy, self.sizes(var)[read]))
+                free[copy.first : copy.last + 1] -= copies[-1][2]
+        return {v for v, copy, _ in copies if (free[copy.first : copy.last + 1] < 0).any()}
 
 
 def build(
@@ -199,8 +195,7 @@ class ModelBuilder:
         self.operators: dict[int, JaxprEqn] = {}
         self.states: dict[Any, Any] = {}  # the arguments of the next step that results are
         self.waiting: list[tuple[int, int, Floats]] = []  # partial sums, by operator and place
-        self.made: dict[Any, int] = {}
-        self.used: dict[Any, int] = {}
+        self.made, self.used = dict[Any, int](), dict[Any, int]()  # the first and the last place
 
     def built(self, returned: Sequence[tuple[int, int]]) -> MeshProblem:
         """The finished problem."""
@@ -241,7 +236,7 @@ class ModelBuilder:
         self._copied(var, _HELD)
 
     def finish(self) -> None:
-        """Add what can be added when all operators are known."""
+        """Add what needs all operators."""
 
     def starts(self) -> int:
         """How many operators a device starts."""
@@ -327,8 +322,7 @@ class ModelBuilder:
             self.add_read(result, second, self.prices.rounded(table * PICO).T)
 
     def _border(self, edge: Edge) -> None:
-        """The two ends of a value at the border of a loop; what a scan stacks is held from its
-        start."""
+        """The two ends of a value at a loop's border; what a scan stacks is held from its start."""
         source, target = border_ends(edge, self.outwards)
         place = edge.place + 1
         self.made.setdefault(target, self.made.get(source, place))
@@ -386,7 +380,6 @@ class ModelBuilder:
             self.add_read(var, reader, table)
             return
         if copy.node < 0:
-            copy.node = len(self.costs)
             self._add_copy(var, copy)
         self.edges.append((reader, copy.node, copy.table(table)))
 
@@ -399,6 +392,7 @@ class ModelBuilder:
         table = self.prices.moves().reshards(var.aval.shape, byte_size((), var.aval.dtype))
         weight = self.moved(var) * self.flow.runs.get(var, 1) * PICO
         table = self.prices.rounded(table * weight)
+        copy.node = len(self.costs)
         self.costs.append(np.zeros(len(copy.read)))
         if copy.paired:
             taken = np.arange(len(table))[:, None] == copy.own

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard.autosharding.cost.specs import (
+from gshard.autosharding.cost import (
     NONE,
     MeshShape,
     Spec,

@@ -1,4 +1,9 @@
-"""A layout: a mesh, and which argument is sharded how over it. It can be kept in a file."""
+"""A layout: a mesh, and which argument is sharded how over it. It can be kept in a file.
+
+For plain `jax.jit`, which has no names for the tensors inside a function, a layout is a mesh,
+shardings, and the function with sharding constraints: it is traced, and constraints are put behind
+the equations that the layout names; loops get them in their bodies.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +11,114 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gshard.autosharding.cost.specs import sharding_of
+from gshard.autosharding.cost import sharding_of
 from gshard.autosharding.layout.annotations import (
     Annotated,
     AnnotatedInside,
+    Dims,
     as_text,
     dims_on,
     read,
     spec_of,
 )
-from gshard.autosharding.layout.for_jax import ForJax, constrained, on_mesh
 from gshard.autosharding.layout.summary import Considered, as_table, explained, plot, summary
-from gshard.autosharding.traced import path_name, result_name
-from gshard.capture.inside import Inside
+from gshard.autosharding.traced import of_arrays, path_name, result_name
+from gshard.capture.flatten import inline
+from gshard.capture.inside import Inside, TensorSite, places
+from gshard.capture.placement import device_order
+from gshard.graph import LOOPS, map_bodies
+from gshard.graph.evaluate import bind, evaluate
 from gshard.jit import Jitted, jit
 from gshard.runtime.stages import Lowered
 from gshard.tensors.annotate import Annotation, annotate
 from gshard.tensors.sharding import Sharding
+
+Constraint = tuple[TensorSite, tuple[int, ...] | None, NamedSharding]
+
+
+class ForJax(NamedTuple):
+    """A layout for `jax.jit`: `jax.jit(function, in_shardings, out_shardings)`.
+
+    `function` is the one that the layout was chosen for, with a sharding constraint at each of the
+    tensors that the layout annotates inside.
+    """
+
+    mesh: Mesh
+    in_shardings: Any
+    out_shardings: Any
+    function: Callable[..., Any]
+
+
+def on_mesh(mesh: Mesh, dims: Dims, shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding with these mesh axes on each dim, where its size divides by theirs."""
+
+    def divides(names: tuple[str, ...], size: int) -> bool:
+        return size % math.prod(mesh.shape[name] for name in names) == 0
+
+    pairs = zip(dims, shape, strict=False)
+    return NamedSharding(
+        mesh, PartitionSpec(*(names if names and divides(names, n) else None for names, n in pairs))
+    )
+
+
+def constrained(
+    fn: Callable[..., Any], constraints: Sequence[Constraint], devices: int
+) -> Callable[..., Any]:
+    """`fn` with constraints on the tensors at these places."""
+    if not constraints:
+        return fn
+
+    @functools.wraps(fn)
+    def with_constraints(*args: Any, **kwargs: Any) -> Any:
+        run, arrays = of_arrays(fn, args, kwargs)
+        leaves = jax.tree.leaves((args, kwargs))
+        given = [leaves[i] for i in arrays]
+        closed, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
+        flat = inline(closed, device_order(devices))
+        results = jaxpr_as_fun(_with_constraints(flat, _found(flat, constraints)))(*given)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return with_constraints
+
+
+def _found(flat: ClosedJaxpr, constraints: Sequence[Constraint]) -> dict[Any, NamedSharding]:
+    """The tensors of a program that have a constraint.
+
+    A place that only gshard's own normal forms have is left to XLA.
+    """
+    found = {}
+    for var, (place, number) in places(flat).items():
+        for wanted, numbers, sharding in constraints:
+            if place == wanted and (numbers is None or number in numbers):
+                found[var] = sharding
+    return found
+
+
+def _with_constraints(closed: ClosedJaxpr, marked: Mapping[Any, NamedSharding]) -> ClosedJaxpr:
+    """The program, and the bodies of its loops, with the constraints."""
+
+    def interpret(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        if eqn.primitive in LOOPS:
+            eqn = map_bodies(eqn, lambda body: _with_constraints(body, marked))
+        results = list(bind(eqn, values))
+        for i, var in enumerate(eqn.outvars):
+            if var in marked:
+                results[i] = jax.lax.with_sharding_constraint(results[i], marked[var])
+        return results
+
+    def run(*values: Any) -> Any:
+        return evaluate(closed, values, interpret)
+
+    return jax.make_jaxpr(run)(*[v.aval for v in closed.jaxpr.invars])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -61,6 +149,9 @@ class Layout:
     arguments: Any = dataclasses.field(default=None, compare=False, repr=False)
     limit: int = dataclasses.field(default=0, compare=False)
     meshes: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)
+    phases: Mapping[str, tuple[float, float]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )  # of the search: seconds of work that each took, and that it was given
 
     @property
     def devices(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.autosharding.cost.specs import NONE, Spec, sharding_of
+from gshard.autosharding.cost import NONE, Spec, sharding_of
 from gshard.capture.inside import TensorSite
 from gshard.tensors.sharding import Sharding
 from gshard.untrusted import printable, read_object, short_repr

@@ -86,6 +86,11 @@ def explained(layout: Any) -> str:
     if layout.meshes:
         looked_at = ", ".join(" x ".join(map(str, mesh)) for mesh in layout.meshes)
         lines.append(f"meshes looked at: {looked_at}")
+    if layout.phases:
+        lines.append("work of the search, in seconds of those given:")
+        lines += [
+            f"  {name}: {took:.1f} of {given:.1f}" for name, (took, given) in layout.phases.items()
+        ]
     if layout.considered:
         lines += ["considered:", *_considered(layout), *_runner_up(layout)]
     if layout.lowered is not None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gshard.autosharding.budget import WORK, Clock
-from gshard.autosharding.solver.problem import Floats, Ints, NoAnswerError, Problem
+from gshard.autosharding.solver.problem import ROUNDING, Floats, Ints, NoAnswerError, Problem
 
 # Iterations of the simplex method: in a node of the search tree, roughly, and in any run at least.
 _ITERATIONS = 100
@@ -216,10 +216,6 @@ class ScipyBackend:
 # Rows added after one solve; more are rarely needed, and fewer mean more solves.
 _ROWS_AT_ONCE = 10
 
-# A time is full if its usage exceeds the limit by more than this share of it: rounding of sums of
-# exact numbers stays below, and answers are checked against the limit itself.
-_ROUNDING = 1e-9
-
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -288,7 +284,7 @@ class LinearProgram:
         """Add memory rows where an answer exceeds the limit; whether there were any."""
         memory = self.problem.memory
         excess = self.usage(chosen) - memory.limit
-        excess[excess <= _ROUNDING * np.abs(memory.limit)] = 0.0
+        excess[excess <= ROUNDING * np.abs(memory.limit)] = 0.0
         near = max(1, len(excess) // 50)  # neighbouring times hold nearly the same
         added = 0
         while added < _ROWS_AT_ONCE and excess.max(initial=0.0) > 0.0:

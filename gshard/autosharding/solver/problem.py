@@ -65,11 +65,11 @@ class MemoryModel:
         return self.over_time(self.usage[self.first[:-1] + answer[self.node]])
 
     def least(self) -> Floats:
-        """Of each holding the fewest bytes that a strategy holds."""
+        """The fewest bytes of each holding, over strategies."""
         return _reduce(np.minimum, self.usage, self.first)
 
     def most(self) -> Floats:
-        """Of each holding the most bytes that a strategy holds."""
+        """The most bytes of each holding, over strategies."""
         return _reduce(np.maximum, self.usage, self.first)
 
     def at(self, time: int) -> tuple[Ints, Floats]:
@@ -168,6 +168,10 @@ def _reduce(operation: np.ufunc, flat: Floats, first: Ints) -> Floats:
 
 
 FORBIDDEN = np.inf
+
+# Share of a sum of floating-point numbers that it may be off: a memory limit is exceeded, and a
+# bound holds, beyond this.
+ROUNDING = 1e-9
 
 
 class NoAnswerError(ValueError):

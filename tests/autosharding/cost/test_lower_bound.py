@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
+from gshard.autosharding.cost import NONE
 from gshard.autosharding.cost.lower_bound import (
     Latencies,
     LowerBoundBuilder,
@@ -19,7 +20,6 @@ from gshard.autosharding.cost.lower_bound import (
     SharedMoves,
 )
 from gshard.autosharding.cost.rates import LowerBoundRates, PartialSum
-from gshard.autosharding.cost.specs import NONE
 from gshard.autosharding.solver.problem import FORBIDDEN
 from gshard.forecast.hardware import hardware
 from tests.autosharding.test_bound import bound_of, struct

@@ -8,8 +8,8 @@ import gshard
 from gshard.autosharding.annotate import AnnotationSearch
 from gshard.autosharding.auto import _Chooser
 from gshard.autosharding.budget import Clock
+from gshard.autosharding.cost import NONE, specs_of
 from gshard.autosharding.cost.model import build
-from gshard.autosharding.cost.specs import NONE, specs_of
 from gshard.autosharding.evaluate import Evaluator, ModelAnswer
 from gshard.autosharding.solver import solve
 from gshard.autosharding.traced import TracedProgram

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from gshard.autosharding.cost import NONE, specs_of
 from gshard.autosharding.cost.rates import LowerBoundRates, PartialSum, Rates
-from gshard.autosharding.cost.specs import NONE, specs_of
 from gshard.forecast.hardware import hardware
 
 MACHINE = hardware("h100")

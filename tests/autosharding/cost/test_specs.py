@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gshard.autosharding.cost.specs import mesh_shapes, sharding_of, specs_of, transposes
+from gshard.autosharding.cost import mesh_shapes, sharding_of, specs_of, transposes
 
 
 @pytest.mark.parametrize(

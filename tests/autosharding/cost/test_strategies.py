@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from gshard.autosharding.cost import NONE, specs_of
 from gshard.autosharding.cost.lower_bound import LowerBoundPrices
-from gshard.autosharding.cost.specs import NONE, specs_of
-from gshard.autosharding.cost.strategies import PICO, OperatorPrices
-from gshard.autosharding.cost.work import MemoryTraffic
+from gshard.autosharding.cost.strategies import PICO, MemoryTraffic, OperatorPrices
 from gshard.forecast.hardware import hardware
 from gshard.propagation.flow import Flow
 

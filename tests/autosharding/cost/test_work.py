@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gshard.autosharding.cost.work import FusedWork
+from gshard.autosharding.cost.strategies import FusedWork
 from gshard.forecast.hardware import hardware
 
 
