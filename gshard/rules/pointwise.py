@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard._jax import optimization_barrier_p
+from gshard._jax import optimization_barrier_p, private_primitives
 from gshard.rules.base.rule import Context, Doc, Rule, linear_in, no_order, register
 from gshard.rules.base.unreduced import added
 from gshard.tensors.annotate import annotate_p
@@ -26,11 +26,11 @@ POINTWISE = (
     "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf_inv",
     "erf", "erfc", "exp2", "exp", "expm1", "floor", "ge", "gt", "igamma_grad_a", "igamma",
     "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log1p", "log2", "log",
-    "logistic", "lt", "lt_to", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not",
-    "one_minus_square", "or", "polygamma", "polynomial", "population_count", "pow", "real",
+    "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter",
+    "not", "one_minus_square", "or", "polygamma", "polynomial", "population_count", "pow", "real",
     "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n",
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
-    "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
+    "square", "stage", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
 )  # fmt: skip
 
 
@@ -59,7 +59,9 @@ _LINEAR = {
 }
 
 for _name in POINTWISE:
-    if hasattr(p, f"{_name}_p"):  # some releases of JAX export fewer
+    # Some releases of JAX export fewer, or have fewer.
+    _exported = getattr(p, f"{_name}_p", None)
+    for _primitive in [_exported] if _exported else private_primitives("lax.lax", f"{_name}_p"):
         _rule = Rule(
             all_dims,
             level=0,
@@ -68,7 +70,7 @@ for _name in POINTWISE:
             elementwise=True,
             doc=Doc(free="every dim"),
         )
-        register(_rule, getattr(p, f"{_name}_p"))
+        register(_rule, _primitive)
 register(
     Rule(
         all_dims,

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.scipy import special
 
+import gshard
 from tests.oracle import check, random_array
 
 UNARY = [
@@ -95,3 +96,11 @@ def test_sizes_of_one_and_scalars_broadcast():
     x, row = random_array((13, 5)), random_array((1, 5))
     lowered = check(fn, x, row, np.float32(2), inputs=[np.arange(8)[:, None]], exact=True)
     assert lowered.collectives == []
+
+
+@pytest.mark.skipif(not hasattr(lax, "mulhi"), reason="this release of JAX has no mulhi")
+def test_mulhi_sends_nothing():
+    """Lowered only: XLA cannot compile it for several devices yet, for `jax.jit` neither."""
+    x = jax.ShapeDtypeStruct((13, 4), np.int32)
+    fn = gshard.jit(lambda x, y: lax.mulhi(gshard.split(x, 0, 8), y), devices=8, strict=True)
+    assert not fn.lower(x, x).collectives
