@@ -192,7 +192,11 @@ def _annotated(values: Any, given: Any, name: str) -> Any:
         rank = np.ndim(tensor)
         placed = sharding.sharding if isinstance(sharding, Format) else sharding
         spec = getattr(placed, "spec", placed)  # without the mesh, which is long
-        return annotate(tensor, order.annotation(sharding, rank, f"{name}: {spec}"))
+        try:
+            annotation = order.annotation(sharding, rank, f"{name}: {spec}")
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return annotate(tensor, annotation)
 
     return jax.tree.map(mark, values, each, is_leaf=lambda x: x is None)
 

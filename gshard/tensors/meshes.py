@@ -205,6 +205,11 @@ def sharding_of(
             f"the mesh {dict(mesh.shape)} has {len(unknown) or mesh.size} devices that are not "
             f"among the {num_devices} that gshard.jit runs on; pass devices=mesh.devices.ravel()"
         )
+    if len(named.spec) > rank:
+        raise ValueError(
+            f"{named.spec} has {len(named.spec)} entries, but the tensor has {rank} dims; give at "
+            "most one for each dim"
+        )
     numbered = grid_of(mesh, numbers).ravel()
     entries = (*named.spec, *(None,) * (rank - len(named.spec)))
     where = np.indices(tuple(mesh.shape.values()))

@@ -99,6 +99,10 @@ def test_in_and_out_shardings():
     assert own.lower(x).out_shardings == step.lower(x, w).out_shardings
     with pytest.raises(ValueError, match="in_shardings does not match"):
         gshard.jit(jnp.matmul, in_shardings=(rows, rows, rows))(x, w)
+    deep = NamedSharding(rows.mesh, P(None, None, rows.mesh.axis_names[0]))
+    for keyword in ("in_shardings", "out_shardings"):
+        with pytest.raises(ValueError, match=rf"{keyword}: .* has 3 entries, but .* has 2 dims"):
+            gshard.jit(lambda x: x * 2, **{keyword: deep})(x)
 
 
 def test_shardings_that_do_not_divide():
