@@ -381,20 +381,6 @@ def test_the_program_does_not_grow_with_the_devices():
     assert counts[1] <= counts[0] + 8
 
 
-@pytest.mark.parametrize("start", [0, 3])
-def test_a_window_up_to_the_last_row_of_a_replicated_operand(start):
-    """The result's tiles are cut from it, those of the last devices beyond its end."""
-    lowered = check(
-        lambda x, i: lax.dynamic_slice_in_dim(x, i, 13, 0),
-        random_array((16, 3)),
-        np.int32(start),
-        inputs=[np.arange(1).reshape(1, 1)],
-        outputs=[even_split(2, 0, 8)],
-        exact=True,
-    )
-    assert sent(lowered) == 0
-
-
 def test_all_copies_of_repeated_rows_arrive():
     s = [even_split(2, 0, 8)]
     lowered = check(
