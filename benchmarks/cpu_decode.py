@@ -54,8 +54,8 @@ Search = Callable[[np.ndarray], int]  # sentences to target tokens
 
 def host_engine(config: Any, steps: int, int8: bool, threads: int) -> Search:
     """gshard's search for CPUs."""
-    from gshard.mt.decoding.beam_config import BeamConfig
     from gshard.mt.decoding.host.search import host_search
+    from gshard.mt.decoding.search import BeamConfig
 
     model = host_model(config, int8, threads)
     search = BeamConfig(beam=BEAM, max_length=steps)
@@ -79,8 +79,8 @@ def host_model(config: Any, int8: bool, threads: int) -> Any:
 
 def step_bytes(experts: int, steps: int) -> str:
     """How many weights a step of one sentence reads, without experts and with them."""
-    from gshard.mt.decoding.beam_config import BeamConfig
     from gshard.mt.decoding.host.search import host_search
+    from gshard.mt.decoding.search import BeamConfig
 
     config = dims(experts)
     model = host_model(config, True, 1)
@@ -105,7 +105,7 @@ def xla_engine(config: Any, steps: int) -> Search:
     import jax
 
     from gshard.mt.decoding.beam import beam_search
-    from gshard.mt.decoding.beam_config import BeamConfig
+    from gshard.mt.decoding.search import BeamConfig
     from gshard.mt.training.loading import model_like
     from gshard.mt.training.names import unnamed
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -22,38 +21,22 @@ import numpy as np
 from jax import Array
 
 from gshard.mt.batching.tokenizer import PAD
-from gshard.mt.decoding.beam import (
+from gshard.mt.decoding.beam import JAX, beam_search, continuations
+from gshard.mt.decoding.search import (
     BeamConfig,
-    Ended,
+    Continuations,
     Live,
+    Search,
+    State,
     Translations,
-    beam_search,
-    collect,
-    extend,
-    is_done,
-    may_end,
-    read,
-    reorder,
-    start,
 )
 from gshard.nn.attention import Buffers
-from gshard.nn.strategy import ONE_DEVICE
 from gshard.nn.transformer import PairCache, Transformer, TransformerConfig
 
 
-class Reordered(NamedTuple):
-    """What the loop of the reordering search carries."""
-
-    step: Array
-    tokens: Array  # [B, K], what each hypothesis reads next
-    scores: Array  # [B, K]
-    said: Array  # [B, K, T], what each has read
-    ended: Ended  # its ancestry holds tokens here
-    cache: PairCache  # of B * K sequences
-    done: Array  # [B]
-
-
-def reordering_beam_search(model: Transformer, source_BL: Array, config: BeamConfig):
+def reordering_beam_search(
+    model: Transformer, source_BL: Array, config: BeamConfig
+) -> Translations:
     """The usual beam search: each hypothesis is a sequence of the batch with a cache of its own.
 
     When hypotheses branch, the keys and values of all steps move to their new owners. Those of the
@@ -65,53 +48,32 @@ def reordering_beam_search(model: Transformer, source_BL: Array, config: BeamCon
     segments_BL = real_BL.astype(jnp.int32)
     memory_BLM, _ = model.encode(source_BL, segments_BL, positions_BL, dropless=True)
     repeated_XL = jnp.repeat(real_BL, K, axis=0)
-    cache = model.start_decoding(jnp.repeat(memory_BLM, K, axis=0), T)
 
     def follow(own: Buffers, parent_BK: Array) -> Buffers:
         rows_X = (jnp.arange(B)[:, None] * K + parent_BK).reshape(B * K)
         return jax.tree.map(lambda x: jnp.take(x, rows_X, axis=1), own)
 
-    def step(state: Reordered) -> Reordered:
-        t = state.step
-        said_BKT = jax.lax.dynamic_update_slice_in_dim(
-            state.said, state.tokens[:, :, None], t, axis=2
-        )
+    def step(t: Array, live: Live, cache: PairCache) -> tuple[Continuations, PairCache]:
+        before = (jnp.maximum(t, 1) - 1) * K  # the slots of the parents
+        parents_BKK = jax.lax.dynamic_slice_in_dim(live.ancestry, before, K, axis=2)
+        parent_BK = jnp.argmax(parents_BKK, axis=2)
+        cache = PairCache(*(layer._replace(own=follow(layer.own, parent_BK)) for layer in cache))
         logits_X1V, cache = model.decode_step(
-            state.tokens.reshape(B * K, 1),
+            live.tokens.reshape(B * K, 1),
             jnp.broadcast_to(t, (B * K, 1)),
-            state.cache,
+            cache,
             t,
             jnp.broadcast_to(jnp.arange(T) <= t, (B * K, 1, T)),
             repeated_XL,
         )
-        # The index of each hypothesis stands in for its ancestry: it comes back as the parent.
-        own_BK1 = jnp.broadcast_to(jnp.arange(K)[:, None], (B, K, 1))
-        live = Live(state.tokens, state.scores, own_BK1)
-        ends_BK, extended = extend(live, logits_X1V.reshape(B, K, -1), config)
-        ends_BK = jnp.where(may_end(ends_BK, extended.scores, t + 1 == T), ends_BK, -jnp.inf)
-        ends_BK = jnp.where(state.done[:, None], -jnp.inf, ends_BK)
-        ended = collect(state.ended, live._replace(ancestry=said_BKT), ends_BK, t + 1, config)
-        done_B = state.done | is_done(ended, extended, config)
-        parent_BK = extended.ancestry[:, :, 0]
-        cache = PairCache(*(layer._replace(own=follow(layer.own, parent_BK)) for layer in cache))
-        said_BKT = reorder(said_BKT, parent_BK)
-        return Reordered(t + 1, extended.tokens, extended.scores, said_BKT, ended, cache, done_B)
+        return continuations(live, logits_X1V.reshape(B, K, -1), config), cache
 
-    first = start(real_BL, cache, config, ONE_DEVICE)
-    said_BKT = jnp.zeros((B, K, T), jnp.int32)
-    ended = first.ended._replace(ancestry=said_BKT[:, : config.nbest])
-    empty = Reordered(
-        first.step, first.live.tokens, first.live.scores, said_BKT, ended, cache, first.done
-    )
-    final = jax.lax.while_loop(lambda s: (s.step < T) & ~jnp.all(s.done), step, empty)
-    N = config.nbest
-    one_beam = replace(config, beam=1, nbest=1)
-    said_XT = final.ended.ancestry.reshape(B * N, T)
-    flat = final.ended._replace(
-        ancestry=jnp.ones((B * N, 1, T), bool), lengths=final.ended.lengths.reshape(B * N, 1)
-    )
-    tokens_BNT = read(said_XT, flat, one_beam).reshape(B, N, T)
-    return Translations(tokens_BNT, final.ended.scores, final.ended.lengths, final.step)
+    search = Search(config, JAX, step)
+    beams = search.start(jnp.any(real_BL, axis=1), jnp.full(B, T, jnp.int32))
+    cache = model.start_decoding(jnp.repeat(memory_BLM, K, axis=0), T)
+    first = State(jnp.asarray(0, jnp.int32), beams, cache)
+    final = jax.lax.while_loop(lambda s: ~jnp.all(s.beams.done), search.advance, first)
+    return search.found(final)
 
 
 SEARCHES = {"flat": beam_search, "reordering": reordering_beam_search}

@@ -15,7 +15,7 @@ import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
 from gshard.mt.broadcast import Broadcast
-from gshard.mt.decoding.beam_config import MOST_ALPHA, BeamConfig, Translations
+from gshard.mt.decoding.search import MOST_ALPHA, BeamConfig, Translations
 from gshard.mt.decoding.segment import cut, cut_sentences
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.progress import Progress, Silent

@@ -22,7 +22,7 @@ import gshard
 from gshard.mt.batching.tokenizer import PAD, Tokenizer
 from gshard.mt.broadcast import Broadcast
 from gshard.mt.decoding.beam import beam_search
-from gshard.mt.decoding.beam_config import Translations
+from gshard.mt.decoding.search import Translations
 from gshard.mt.decoding.texts import Choices, Routings, TextTranslator, TranslateConfig
 from gshard.nn.config import Batch
 from gshard.nn.gating import Routing

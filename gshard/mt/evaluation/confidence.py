@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array
 
 from gshard.mt.batching.tokenizer import PAD, START
-from gshard.mt.decoding.beam_config import BeamConfig
+from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.decoding.texts import Hypothesis
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.evaluation.evaluate import EvaluateConfig, search_of

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from gshard.mt.batching.tokenizer import PAD
 from gshard.mt.decoding.beam import beam_search
-from gshard.mt.decoding.beam_config import BeamConfig
 from gshard.mt.decoding.engines import EngineConfig, engine_of, open_translator
 from gshard.mt.decoding.host.layers import choices
 from gshard.mt.decoding.host.model import HostModel
 from gshard.mt.decoding.host.products import Graph, Output
 from gshard.mt.decoding.host.search import host_search
+from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.token_experts import routes
 from gshard.mt.errors import UserError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gshard.mt.batching.tokenizer import END
-from gshard.mt.decoding.beam_config import Translations
+from gshard.mt.decoding.search import Translations
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.token_experts import Routes
 from gshard.mt.decoding.translator import Translator

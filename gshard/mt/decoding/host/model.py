@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,14 +19,6 @@ from gshard.mt.training.quantized import Quantized
 from gshard.nn.config import TransformerConfig
 
 Load = Callable[[str], Weight]  # a weight by its name in the model
-
-
-class Candidates(NamedTuple):
-    """The best continuations of each hypothesis, and the log-probability of ending."""
-
-    tokens: np.ndarray  # [B, K, C]
-    scores: np.ndarray  # [B, K, C], log-probabilities
-    end: np.ndarray  # [B, K]
 
 
 @dataclass
@@ -89,15 +80,16 @@ class HostModel:
 
     def step(
         self, state: Decoding, tokens_BK: np.ndarray, position: int, hidden_BKL: np.ndarray, C: int
-    ) -> Candidates:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Append the tokens to the caches, and give the C best that may follow each.
 
+        Returned are their log-probabilities, the tokens, and the log-probability of an end [B, K].
         `hidden_BKL` is 0 or `HIDDEN` for each position of the cache, the new ones included.
         """
         B, K = tokens_BK.shape
         x_RM = self._decode(state, tokens_BK, np.full(B * K, position), hidden_BKL)
         scores, tokens, end = self._output(C)(x_RM)
-        return Candidates(tokens.reshape(B, K, C), scores.reshape(B, K, C), end.reshape(B, K))
+        return scores.reshape(B, K, C), tokens.reshape(B, K, C), end.reshape(B, K)
 
     def routings(self, source_L: np.ndarray, output_T: np.ndarray, start: int = START) -> Routings:
         """The experts of every token of a sentence and of its translation, read once more.

@@ -9,9 +9,9 @@ import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
 from gshard.mt.broadcast import Broadcast
-from gshard.mt.decoding.beam_config import Translations
 from gshard.mt.decoding.host.model import HostModel
 from gshard.mt.decoding.host.search import host_search
+from gshard.mt.decoding.search import Translations
 from gshard.mt.decoding.texts import Job, Routings, TextTranslator, TranslateConfig
 
 
