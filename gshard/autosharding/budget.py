@@ -75,14 +75,21 @@ class Budget:
         self.clock, self.total = clock, clock.left
         self.spent = dict.fromkeys(PHASES, 0.0)
         self.phase, self.began = next(iter(PHASES)), clock.done
+        self.ended: dict[str, None] = {}  # the phases that are over
+
+    def share(self, phase: str) -> float:
+        """Seconds of work that are set aside for a phase."""
+        return PHASES[phase] * self.total
 
     def seconds(self, phase: str) -> float:
-        """Seconds of work that a phase may take."""
-        return PHASES[phase] * self.total
+        """Seconds of work that a phase may take: its own, and what the phases before have left."""
+        left = sum(self.share(name) - self.spent[name] for name in self.ended if name != phase)
+        return self.share(phase) + max(0.0, left)
 
     def enter(self, phase: str) -> None:
         """Begin a phase; the one before it ends."""
         self.spent[self.phase] += self.clock.done - self.began
+        self.ended[self.phase] = None
         self.phase, self.began = phase, self.clock.done
 
     @property
@@ -90,12 +97,12 @@ class Budget:
         """Seconds of work that the last phases need after the present one."""
         numbers = list(PHASES)
         later = (name for name in _LAST if numbers.index(name) > numbers.index(self.phase))
-        return sum(map(self.seconds, later))
+        return sum(map(self.share, later))
 
     def report(self) -> dict[str, tuple[float, float]]:
         """What each phase took, and what it was given."""
         self.enter(self.phase)
-        return {name: (spent, self.seconds(name)) for name, spent in self.spent.items()}
+        return {name: (spent, self.share(name)) for name, spent in self.spent.items()}
 
 
 class Work(NamedTuple):

@@ -46,6 +46,11 @@ def test_phases_add_up_to_all_of_the_time():
     assert sum(map(budget.seconds, PHASES)) == pytest.approx(40.0)
     last = sum(budget.seconds(name) for name in ("bound", "single changes", "removal"))
     assert budget.reserved == pytest.approx(last)
+    clock.charge(1.0)
+    budget.enter("solving")
+    assert budget.seconds("solving") == pytest.approx(40.0 * (0.12 + 0.23) - 1.0)  # what is left
+    clock.charge(-1.0)
+    budget = Budget(clock)
     for seconds, phase in enumerate(PHASES):
         budget.enter(phase)
         clock.charge(float(seconds))
