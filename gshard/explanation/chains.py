@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from gshard.explanation.names import annotated_call, annotation_place, shape
+from gshard.explanation.names import annotated_call, shape
 from gshard.explanation.subject import Subject
 from gshard.graph.source import source_of
 from gshard.tensors.annotate import annotate_p
@@ -48,7 +48,7 @@ class SplitOrigin:
     @property
     def source(self) -> str:
         """The line of the annotation; "" for an argument."""
-        return annotation_place(self.annotation) if self.annotation else ""
+        return source_of(self.annotation) if self.annotation else ""
 
 
 def chain(subject: Subject, var: Any, dim: int) -> list[Link]:
@@ -108,5 +108,5 @@ def _neighbours(subject: Subject, var: Any, dim: int) -> list[tuple[JaxprEqn, An
 
 def _link(eqn: JaxprEqn, var: Any) -> Link:
     if eqn.primitive is annotate_p:
-        return Link(annotated_call(eqn), annotation_place(eqn), shape(var))
+        return Link(annotated_call(eqn), source_of(eqn), shape(var))
     return Link(eqn.primitive.name, source_of(eqn), shape(var))

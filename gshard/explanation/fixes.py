@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from gshard.explanation.names import annotated_name, annotation_place
+from gshard.explanation.names import annotated_name
 from gshard.explanation.subject import Subject
 from gshard.graph import map_bodies
 from gshard.graph.source import source_of, span_of
@@ -109,7 +109,7 @@ def _tried(subject: Subject, eqn: JaxprEqn, words: str, changed: Changes) -> Fix
     left: Counter[str] = Counter()
     for sent in plan.sends:
         left[sent.source] += sent.total_bytes
-    place, names = annotation_place(eqn), _arguments(subject)
+    place, names = source_of(eqn), _arguments(subject)
     now = str(eqn.params["annotation"]).removeprefix(f"{place}: ")
     tensor = annotated_name(eqn) or names.get(eqn.invars[0]) or "tensor"
     return Fix(place, now, words, subject.sent, plan.bytes, tensor, left)

@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from gshard.explanation.statements import Statements, argument_of_call, expression_of_call, target
 from gshard.explanation.subject import Subject
-from gshard.graph.source import scopes_of, source_of, span_of
+from gshard.graph.source import scopes_of, span_of
 from gshard.tensors.annotate import annotate_p
 
 _EINSUM = re.compile(r"[A-Za-z]*(,[A-Za-z]*)*->[A-Za-z]*")
@@ -162,13 +162,6 @@ def annotated_name(eqn: JaxprEqn) -> str:
 def annotated_call(eqn: JaxprEqn) -> str:
     """An annotation as the code spells it, with the name of its tensor."""
     return str(eqn.params["annotation"]).replace("tensor", annotated_name(eqn) or "tensor")
-
-
-def annotation_place(eqn: JaxprEqn) -> str:
-    """The line of an annotation; the keyword of `gshard.jit` that it was given by, without one."""
-    source = source_of(eqn)
-    keyword = str(eqn.params["annotation"]).partition(":")[0]
-    return keyword if source == "unknown" and keyword.endswith("_shardings") else source
 
 
 def shape(value: Any, dims: Sequence[str] = ()) -> str:

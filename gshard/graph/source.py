@@ -27,8 +27,13 @@ for _path in _PACKAGE.iterdir():
 
 
 def source_of(eqn: JaxprEqn) -> str:
-    """`file:line` of the user's operation, past the libraries in between."""
-    return _user_line(eqn.source_info)
+    """`file:line` of the user's operation, past the libraries in between.
+
+    An annotation by a keyword of `gshard.jit` has no line: then it is the keyword.
+    """
+    line = _user_line(eqn.source_info)
+    keyword = str(eqn.params.get("annotation", "")).partition(":")[0] if line == "unknown" else ""
+    return keyword if keyword.endswith("_shardings") else line
 
 
 def here() -> str:

@@ -217,10 +217,11 @@ class Flow:
         """Fix the result of an annotation to its sharding."""
         annotation = eqn.params["annotation"]
         if eqn.primitive is annotate_p and self.is_manual(eqn):
+            where = source_of(eqn)
             raise ValueError(
-                f"{source_of(eqn)}: {annotation} conflicts with the manual region that the tensor "
-                "is in, where every device has its own value; convert it with "
-                "manual_to_auto_spmd_partition first"
+                f"{where}: {str(annotation).removeprefix(f'{where}: ')} conflicts with the manual "
+                "region that the tensor is in, where every device has its own value; convert it "
+                "with manual_to_auto_spmd_partition first"
             )
         (var,) = eqn.outvars
         self.annotations[var] = eqn

@@ -284,3 +284,15 @@ def test_one_device_of_an_argument_does_not_determine_the_devices(placed):
     wide = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x"))
     both = gshard.jit(lambda x, y: x + y)
     assert both(given, jax.device_put(x, wide)).devices() == set(jax.devices()[:2])
+
+
+def test_messages_about_keywords_name_them():
+    """An annotation by a keyword has no line of the user's code."""
+    rows = NamedSharding(jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)), P("d"))
+
+    def part(x):
+        return gshard.auto_to_manual_spmd_partition(gshard.split(x, 0, 8))
+
+    fn = gshard.jit(part, out_shardings=rows)
+    with pytest.raises(ValueError, match=r"^out_shardings: P\('d',?\) conflicts with the manual"):
+        fn(random_array((16, 4)))
