@@ -47,8 +47,23 @@ class Operator(NamedTuple):
 class Cost(NamedTuple):
     """What an operator costs when it runs once."""
 
-    own: float
+    work: float
+    sent: float  # by itself, and for its results
     moves: Mapping[int, tuple[Sharding, float]]  # of operands: target, cost
+
+
+class Total(NamedTuple):
+    """What a program costs."""
+
+    cost: float
+    sent: float  # without the work
+
+    def is_less_than(self, other: Total) -> bool:
+        """Whether it is cheaper by more than a hundredth of what the other sends.
+
+        The work, most of which is the same, is far more: a hundredth of it hides what is sent.
+        """
+        return self.cost < other.cost - other.sent / 100
 
 
 class Estimator:
@@ -111,16 +126,17 @@ class Estimator:
 
     def cost(
         self, shardings: Mapping[Any, Sharding], operators: Sequence[Operator] | None = None
-    ) -> float:
+    ) -> Total:
         """The bytes that a device sends, and the time of its work as bytes."""
-        total, costs = 0.0, self.costs
+        work, total, costs = 0.0, 0.0, self.costs
         moved: set[tuple[Key, Sharding]] = set()  # for which use, and to which sharding
         for each in self.operators if operators is None else operators:
             key = (each.kind, *[shardings[v] for v in each.variables])
             cost = costs.get(key)
             if cost is None:
                 cost = costs[key] = self._cost(each, shardings)
-            spent = cost.own
+            work += cost.work * each.runs
+            spent = cost.sent
             for i, (target, sent) in cost.moves.items():
                 _, dims, use, earlier = each.operands[i]
                 form = target.project(dims)
@@ -128,7 +144,7 @@ class Estimator:
                     spent += sent
                 moved.add((use, form))
             total += spent * each.runs
-        return total
+        return Total(work + total, total)
 
     def _cost(self, operator: Operator, shardings: Mapping[Any, Sharding]) -> Cost:
         operands, results = (
@@ -159,9 +175,9 @@ def _edge_cost(
         more = outside.rank - inside.rank
         wanted = Sharding((*(None,) * more, *inside.splits), inside.num_devices)
         (aval,) = (a.aval for a in edge.atoms[0])
-        return Cost(reshard_cost(outside, wanted, aval.shape, aval.dtype, narrow[0]), {})
+        return Cost(0.0, reshard_cost(outside, wanted, aval.shape, aval.dtype, narrow[0]), {})
     if not targets:
-        return Cost(0.0, {})
+        return Cost(0.0, 0.0, {})
     count = len(shardings)
     shares = Shares(share, (1.0,) * count, narrow, (frozenset(),) * count)
     rule = RULES[eqn.primitive]
@@ -174,4 +190,4 @@ def _edge_cost(
     moves = {
         i: (wanted, sent) for i, wanted, sent in operand_moves(way, eqn, shardings, shares) if sent
     }
-    return Cost(way.work + way.sent + results_cost(way, eqn, targets, shares), moves)
+    return Cost(way.work, way.sent + results_cost(way, eqn, targets, shares), moves)

@@ -51,7 +51,6 @@ from gshard.tensors.sharding import Sharding, Split, fitting_part
 
 _NONE = -1  # the group of dims that no annotation mentions
 _MOST = 6  # how many contested splits are ranked; more would take too long
-_GAIN = 0.99  # a ranking has to make the program this much cheaper to be taken
 
 Candidate = tuple[int, Split]  # a group of dims, and a split that annotations give some of them
 
@@ -154,7 +153,7 @@ class _Search:
         if any(any(found[0].splits[var]) for var in last):
             other = self.best({**held, **last}, *others)
             this, that = (self.costs.cost(spread.shardings) for spread, _ in (found, other))
-            found = other if that < _GAIN * this else found
+            found = other if that.is_less_than(this) else found
         return found
 
     def settled(self, held: Held) -> Settled:
@@ -171,12 +170,13 @@ def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> 
     if len(contested) < 2:
         return spread, ()
     rankings, costs = _rankings(flow, estimator, dims, contested)
-    best, order, least = spread, [], _GAIN * estimator.cost(spread.shardings)
+    best, order, least = spread, [], estimator.cost(spread.shardings)
     for ranking in rankings:
         ranked = Spread.of(flow, dims.of, ranking, spread.held)
-        cost = costs[ranking[0]] = estimator.cost(ranked.shardings)
-        if cost < least:
-            best, order, least = ranked, ranking, cost
+        total = estimator.cost(ranked.shardings)
+        costs[ranking[0]] = total.cost
+        if total.is_less_than(least) if not order else total.cost < least.cost:
+            best, order, least = ranked, ranking, total
     if not order:
         return best, ()
     kept, *others = order
@@ -294,7 +294,7 @@ def _rankings(
 
     def cost(order: Sequence[Candidate]) -> float:
         flooded = [_flooded(flow, dims.of, var, order) for var in examples]
-        return estimator.cost({v: flooded[number] for v, number in needed.items()}, operators)
+        return estimator.cost({v: flooded[number] for v, number in needed.items()}, operators).cost
 
     def ranked(order: list[Candidate]) -> dict[Candidate, float]:
         """The candidates that may follow `order`, the best first, with costs."""

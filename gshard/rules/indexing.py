@@ -212,6 +212,8 @@ def partition_gather(
         array = eqn.primitive.bind(*(t.array for t in tiles), **params)
         return [Tile(array, way.results[0], shape)]
     part = Tile(_look_up(eqn, windows), way.results[0], shape, "gather")
+    if ctx.stays_unreduced(eqn.outvars[0], part, way.kind):
+        return [part]
     return [combine_disjoint(ctx.place, part, targets[0])]
 
 

@@ -163,7 +163,7 @@ for _primitive in (*_KINDS, p.scatter_p):
         scatter_factors,
         partition=partition_scatter,
         ways=scatter_ways,
-        linear=linear_in((0,)) if _primitive in (p.scatter_add_p, scatter_sub_p) else None,
+        linear=linear_in((0, 2)) if _primitive in (p.scatter_add_p, scatter_sub_p) else None,
         on_unreduced=scattered,
         doc=Doc(
             free="batch dims, full windows, dims looked up in",

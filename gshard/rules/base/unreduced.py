@@ -3,8 +3,8 @@
 A contraction over a split dim leaves an unreduced result. Operators that are linear in it
 (`Rule.linear`) can run on it as it is, and a loop can carry it: one reduction after the loop takes
 the place of one in every run (gradient accumulation; the gradient of a linear recursion). A
-reduction is delayed only to an operator that is the value's one use, so it is never done twice, and
-only through operators that leave the value no larger than it was; or, in a loop, where all uses
+reduction is delayed only through operators that are all of the value's uses, and leave less of it
+to reduce, or to reduce with others, so it is never done twice; or, in a loop, where all uses
 lead to carried values that stay unreduced. It is never done in a narrower type than the program's.
 """
 
@@ -17,14 +17,16 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from gshard.graph.reason import Reason
-from gshard.moving.partial import reducing_key
+from gshard.moving.partial import combine_cost, reducing_key
+from gshard.moving.plan import reshard_cost
+from gshard.moving.reductions import mask_for
 from gshard.rules.base.rule import RULES, Context, Rule
 from gshard.rules.base.uses import linear_groups
 from gshard.tensors.devices import Place
-from gshard.tensors.factors import Factor, Factors, decompose, shard_dims
+from gshard.tensors.factors import Factor, Factors, decompose, shard_dims, shard_result
 from gshard.tensors.sharding import Sharding, Split, compatible
 from gshard.tensors.tile import Tile
 
@@ -88,33 +90,67 @@ def added(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
 
 
 def _locally(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factors) -> Tile | None:
-    """An operator on tiles as they are; None if some have to move or split dims are summed over."""
-    rule, (part, *_) = RULES[eqn.primitive], [t for t in tiles if t.is_unreduced]
-    (result,), operands = factors.results, factors.operands
-    shape = tuple(eqn.outvars[0].aval.shape)
-    chosen: dict[Factor, Split] = {}
-    for dims, tile in zip(operands, tiles, strict=True):
-        for dim, split in zip(dims, tile.sharding.splits, strict=True):
-            for factor, found in decompose(split, dim, factors.sizes).items():
-                if chosen.setdefault(factor, found) is not found:
-                    return None
-    if any(f in factors.reduced or f in factors.replicated or f in factors.resized for f in chosen):
+    """An operator on unreduced tiles as they are, with the other operands moved to fit them.
+
+    None where they do not, or where that sends more than a later reduction saves.
+    """
+    rule, operands = RULES[eqn.primitive], factors.operands
+    number, part = next((n, t) for n, t in enumerate(tiles) if t.is_unreduced)
+    shape, devices = tuple(eqn.outvars[0].aval.shape), part.sharding.num_devices
+    chosen = _splits(tiles, number, factors)
+    if any(f in factors.replicated or f in factors.resized for f in chosen):
         return None
-    devices = part.sharding.num_devices
-    for dims, tile in zip(operands, tiles, strict=True):
-        wanted = shard_dims(dims, chosen, factors, devices)
-        if wanted is not tile.sharding.reduced or not tile.is_standard:
-            return None
-    here = shard_dims(result, chosen, factors, devices)
-    by_element = all(not dims or dims == result for dims in operands)
-    even = here.is_even(shape) and all(t.sharding.is_even(t.shape) for t in tiles)
-    if not (by_element or even):  # padding would get between the elements
+    wanted = [shard_dims(dims, chosen, factors, devices) for dims in operands]
+    moved = [n for n, t in enumerate(tiles) if t.sharding.reduced is not wanted[n]]
+    if any(tiles[n].is_unreduced for n in moved) or not all(t.is_standard for t in tiles):
         return None
-    unreduced = part.sharding.unreduced
-    if not compatible((*here.splits, *unreduced)):  # one axis for two dims of the result
+    if moved and _moved(tiles, wanted) > _saved(ctx, eqn, tiles):
         return None
-    (array,) = rule.local(ctx, eqn, list(tiles), [here.local_shape(shape)])
+    here = shard_result(factors.results[0], chosen, factors, devices)
+    alone = all(len(dim) < 2 for dims in (*operands, *factors.results) for dim in dims)
+    even = here.is_even(shape) and all(
+        w.is_even(t.shape) for w, t in zip(wanted, tiles, strict=True)
+    )
+    if not (alone or even):  # padding would get between the elements
+        return None
+    unreduced = (*part.sharding.unreduced, *here.unreduced)
+    if any(s.idle for s in here.unreduced) or not compatible((*here.splits, *unreduced)):
+        return None  # some devices would not take part, or one axis is for two dims of the result
+    reason = Reason("operand", eqn.primitive.name)
+    ready = [
+        mask_for(ctx.place, ctx.reshard(t, w, reason) if n in moved else t, dims, factors)
+        for n, (t, w, dims) in enumerate(zip(tiles, wanted, operands, strict=True))
+    ]
+    (array,) = rule.local(ctx, eqn, ready, [here.local_shape(shape)])
     return Tile(array, here.unreduced_over(unreduced), shape, part.origin)
+
+
+def _moved(tiles: Sequence[Tile], wanted: Sequence[Sharding]) -> float:
+    """The cost of operands under other shardings."""
+    pairs = zip(tiles, wanted, strict=True)
+    return sum(reshard_cost(t.sharding.reduced, w, t.shape, t.array.dtype) for t, w in pairs)
+
+
+def _saved(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> float:
+    """The cost of reducing the unreduced operands now, less what is left of it later."""
+    return sum(
+        combine_cost(tile.sharding, "sum", ctx.sharding(a), a.aval) * (1 - ctx.unreduced[a])
+        for a, tile in zip(eqn.invars, tiles, strict=True)
+        if tile.is_unreduced and not isinstance(a, Literal) and a in ctx.unreduced
+    )
+
+
+def _splits(tiles: Sequence[Tile], first: int, factors: Factors) -> dict[Factor, Split]:
+    """The splits of an unreduced operand, and those of the other operands that agree with them."""
+    part, own = tiles[first].sharding, {f for dim in factors.operands[first] for f in dim}
+    chosen: dict[Factor, Split] = {}
+    for n in sorted(range(len(tiles)), key=lambda n: n != first):
+        for dim, split in zip(factors.operands[n], tiles[n].sharding.splits, strict=True):
+            for factor, found in decompose(split, dim, factors.sizes).items():
+                free = n == first or factor not in own
+                if free and compatible((*chosen.values(), found, *part.unreduced)):
+                    chosen.setdefault(factor, found)
+    return chosen
 
 
 def made_alike(ctx: Context, tiles: Sequence[Tile]) -> list[Tile] | None:
@@ -166,9 +202,21 @@ def stacked(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
 
 
 def scattered(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
-    """Updates added to an unreduced value, by the operator's own rule."""
-    if any(t.is_unreduced for t in tiles[1:]):
-        return None
+    """Updates added to an unreduced value, by the operator's own rule; or unreduced updates."""
+    if (updates := tiles[2]).is_unreduced:
+        factors = RULES[eqn.primitive].factors(eqn)
+        devices = updates.sharding.num_devices
+        chosen = _splits(tiles, 2, factors)
+        kept = {f: s for f, s in chosen.items() if any(f in d for d in factors.operands[2])}
+        like = shard_dims(factors.operands[0], kept, factors, devices)
+        like = like.unreduced_over(updates.sharding.unreduced)
+        operand = tiles[0] if tiles[0].sharding is like else as_unreduced(ctx.place, tiles[0], like)
+        padded = any(t.padded_dims() for t in tiles[1:])  # indices that are not in order
+        return (
+            None
+            if operand is None or padded
+            else _locally(ctx, eqn, [operand, *tiles[1:]], factors)
+        )
     targets = [ctx.sharding(eqn.outvars[0])]
     (done,) = RULES[eqn.primitive].partition(ctx, eqn, list(tiles), targets)
     return done

@@ -37,6 +37,7 @@ ADDED = (p.add_p, p.add_jaxvals_p, p.sub_p)
 SCATTERED = (p.scatter_add_p, scatter_sub_p)  # onto their first operand
 JOINED = (p.concatenate_p, row_map_p, stack_p)
 _SUMMING = (p.dot_general_p, p.conv_general_dilated_p, p.reduce_sum_p, *SCATTERED)
+_AROUND = (*JOINED, *SCATTERED, p.pad_p, p.dynamic_update_slice_p)
 _MOST = 8  # narrower values that one is computed from
 
 
@@ -60,13 +61,15 @@ class Uses(Graph):
 
     @functools.cached_property
     def linear(self) -> list[tuple[JaxprEqn, list[Any]]]:
-        """The operators, from the last, that are linear in values with no other use; and those."""
+        """The operators, from the last, that are linear in some values; and those."""
         found = []
         for eqn in reversed(self.eqns):
-            operands = [eqn.invars[n] for group in linear_groups(eqn) for n in group]
-            once = [a for a in operands if self.uses(a) == 1]
-            if once:
-                found.append((eqn, once))
+            groups = [[eqn.invars[n] for n in group] for group in linear_groups(eqn)]
+            counts = Counter(a for a in eqn.invars if not isinstance(a, Literal))
+            # A square is linear in neither of its operands.
+            able = [a for a in counts if any(g.count(a) == counts[a] for g in groups)]
+            if able:
+                found.append((eqn, able))
         return found
 
     @functools.cached_property
@@ -120,38 +123,42 @@ def may_stay_unreduced(
     leaving: Mapping[int, float] = NOTHING,
     shardings: Mapping[Any, Sharding] | None = None,
 ) -> dict[Any, float]:
-    """The variables whose reduction may be delayed, and the share of its cost that each pays.
+    """The variables whose reduction may be delayed, and the share of its cost that is left then.
 
-    Two that are added pay half each. The results with the numbers in `leaving` may leave the body
-    unreduced, and pay the share that is given there. A reduction is delayed only where that saves
-    something: what a device has left of a scattered sum is less to scale and to transpose. Shares
-    are the same whatever the `shardings`; before those are known, variables that may stay unreduced
-    because of them are left out.
+    Two that are added pay half each, and a value of which sums are taken what those pay. The
+    results with the numbers in `leaving` may leave the body unreduced, and pay the share that is
+    given there. A reduction is delayed only where that saves something: what a device has left of a
+    scattered sum is less to scale and to transpose; and for several uses, only if they send less
+    than half together. Whether a value gets smaller before it is reduced depends on `shardings`:
+    before those are known, shares are without that, and variables that may stay unreduced because
+    of them are left out.
     """
     jaxpr, sums = of.jaxpr, of.sums
-    found: dict[Any, float] = {}
-    ends: set[Any] = set()  # what is added, in the end, to a result that leaves
-    saving: set[Any] = set()  # of which less, or fewer, or otherwise split ones are summed later
+    found: dict[Any, float] = {}  # of these less, or fewer, or otherwise split ones are summed
+    read: Counter[Any] = Counter()  # how often by an operator that can run on unreduced ones
+    later: Counter[Any] = Counter()  # what these reduce instead, of one byte
+    sizes: Counter[Any] = Counter()  # the same, if nothing is added to it
     for number, share in leaving.items():
         var = jaxpr.outvars[number]
         if of.uses(var) == 1:
-            found[var] = share
-            ends.add(var)
-            saving.add(var)
+            found[var], sizes[var] = share, 1.0
     for eqn, able in of.linear:
-        if not _keeps_sums(eqn, ends):
+        if not _keeps_sums(eqn):
             continue
         if eqn.primitive in JOINED and not sums.issuperset(filter(_is_tensor, eqn.invars)):
             continue  # other values would be summed too, which are as large as they are
-        out, both = eqn.outvars[0], _adds_sums(eqn, sums.intersection(able))
-        saves = both or out in saving or (eqn.primitive in JOINED and len(able) > 1)
-        share = found.get(out, 1.0)
+        out, alone = eqn.outvars[0], [a for a in able if of.uses(a) == 1]
         for atom in able:
+            both = _adds_sums(eqn, atom, sums.intersection(alone))
+            saves = both or out in found or (eqn.primitive in JOINED and len(alone) > 1)
             if saves or _is_less_later(eqn, atom, shardings):
-                saving.add(atom)
-                found[atom] = share / 2 if both else share
-                if out in ends:
-                    ends.add(atom)
+                read[atom] += eqn.invars.count(atom)
+                growth = _growth(eqn, atom) if shardings is not None else 1.0
+                later[atom] += found.get(out, 1.0) * growth / (2 if both else 1)
+                sizes[atom] += (sizes[out] if out in found else 1.0) * growth
+                saved = later[atom] <= 1 if atom in alone else sizes[atom] < 0.5
+                if saved and read[atom] == of.uses(atom):
+                    found[atom] = later[atom]
     once = {number for number, share in leaving.items() if share < 1}
     for var in _leading_to(jaxpr, once) if once else ():
         found.setdefault(var, max(leaving.values()))
@@ -169,7 +176,7 @@ def _leading_to(jaxpr: Jaxpr, results: Collection[int]) -> set[Any]:
         for number, atom in enumerate(eqn.invars):
             if isinstance(atom, Literal):
                 continue
-            if not _passes(eqn, number, eqn.outvars) or not outside.isdisjoint(eqn.outvars):
+            if not _passes(eqn, number) or not outside.isdisjoint(eqn.outvars):
                 outside |= {atom}
     known = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
     return known - outside
@@ -188,9 +195,17 @@ def linear_carries(scan: Loop) -> set[int]:
         found = kept
 
 
-def _adds_sums(eqn: JaxprEqn, unreduced: Collection[Any]) -> bool:
-    """Whether an operator makes one sum of two, of which its `unreduced` operands are some."""
-    return len(unreduced) == 2 if eqn.primitive in ADDED else eqn.primitive in SCATTERED
+def _adds_sums(eqn: JaxprEqn, atom: Any, unreduced: Collection[Any]) -> bool:
+    """Whether an operator makes one sum of `atom` and another of its `unreduced` operands."""
+    if eqn.primitive in SCATTERED:
+        return atom is eqn.invars[0] and atom in unreduced
+    return len(unreduced) == 2 and eqn.primitive in ADDED
+
+
+def _growth(eqn: JaxprEqn, atom: Any) -> float:
+    """The bytes of the result to reduce for one of `atom`; those around it are others' or zeros."""
+    growth = _size(eqn.outvars[0]) / max(_size(atom), 1)
+    return min(growth, 1.0) if eqn.primitive in _AROUND else growth
 
 
 def _is_less_later(eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Sharding] | None) -> bool:
@@ -222,18 +237,17 @@ def linear_groups(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
     return rule.linear(eqn) if rule and rule.linear else ()
 
 
-def _passes(eqn: JaxprEqn, number: int, ends: Collection[Any]) -> bool:
+def _passes(eqn: JaxprEqn, number: int) -> bool:
     """Whether an operator can run on its operand `number` unreduced."""
-    return any(number in group for group in linear_groups(eqn)) and _keeps_sums(eqn, ends)
+    return any(number in group for group in linear_groups(eqn)) and _keeps_sums(eqn)
 
 
-def _keeps_sums(eqn: JaxprEqn, ends: Collection[Any]) -> bool:
-    """Whether an operator that is linear has an unreduced result that is no larger."""
+def _keeps_sums(eqn: JaxprEqn) -> bool:
+    """Whether an operator that is linear has an unreduced result, of no narrower a type."""
     if eqn.primitive is p.convert_element_type_p:
-        # To sum wider numbers sends more: only a loop makes up for it, by summing once.
         old, new = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))
         floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
-        return (old == new or eqn.outvars[0] in ends) and floats and _holds(new, old)
+        return floats and _holds(new, old)
     if eqn.primitive is p.broadcast_in_dim_p:
         return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
     return True
