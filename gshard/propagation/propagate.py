@@ -170,7 +170,8 @@ def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> 
     if len(contested) < 2:
         return spread, ()
     rankings, costs = _rankings(flow, estimator, dims, contested)
-    best, order, least = spread, [], estimator.cost(spread.shardings)
+    best, least = spread, estimator.cost(spread.shardings)
+    order: list[Candidate] = []
     for ranking in rankings:
         ranked = Spread.of(flow, dims.of, ranking, spread.held)
         total = estimator.cost(ranked.shardings)

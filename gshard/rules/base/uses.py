@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -136,8 +136,8 @@ def may_stay_unreduced(
     jaxpr, sums = of.jaxpr, of.sums
     found: dict[Any, float] = {}  # of these less, or fewer, or otherwise split ones are summed
     read: Counter[Any] = Counter()  # how often by an operator that can run on unreduced ones
-    later: Counter[Any] = Counter()  # what these reduce instead, of one byte
-    sizes: Counter[Any] = Counter()  # the same, if nothing is added to it
+    later: dict[Any, float] = defaultdict(float)  # what these reduce instead, of one byte
+    sizes: dict[Any, float] = defaultdict(float)  # the same, if nothing is added to it
     for number, share in leaving.items():
         var = jaxpr.outvars[number]
         if of.uses(var) == 1:
