@@ -109,7 +109,7 @@ def test_what_is_sent_is_received():
         assert list(one.sent) == [3]
         assert list(other.received) == [2]
         np.testing.assert_array_equal(one.sent[3], other.received[2])
-        assert "rows of operand" in one.reason
+        assert "rows of dim 0 to their tiles" in one.reason
 
 
 def test_steps_of_a_loop_have_the_number_of_the_run():
