@@ -130,7 +130,7 @@ def test_a_budget_that_is_exceeded(small):
 @pytest.mark.parametrize("name", walks.WALKS)
 def test_walks_are_short(name):
     start = walks.WALKS[name]
-    found = walks.walk(walks.House(ROOT), start)
+    found = walks.walk(walks.Package(ROOT), start)
     assert found.stays <= start.stays, found.route
     assert found.returns <= start.returns, found.route
 
@@ -146,7 +146,7 @@ def test_a_walk_follows_what_calls_return(tmp_path):
     for name, text in files.items():
         (tmp_path / "gshard").mkdir(exist_ok=True)
         (tmp_path / "gshard" / name).write_text(text)
-    found = walks.walk(walks.House(tmp_path), walks.Start("gshard.a", "start", "x", 0, 0))
+    found = walks.walk(walks.Package(tmp_path), walks.Start("gshard.a", "start", "x", 0, 0))
     assert found.route == ["a.py", "b.py", "c.py"]
 
 
