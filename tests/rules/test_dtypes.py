@@ -134,7 +134,7 @@ OPERATORS = {
     )
     for name, fn in table.items()
 }  # fmt: skip
-QUICK = ["bool", "int8", "float8_e8m0fnu"]
+QUICK = ["float8_e8m0fnu"]
 # XLA corrupts memory when it sorts these on a CPU, and has products and sums of some shapes alone.
 TINY = ["int1", "uint1", "int2", "uint2"]
 # Beyond its largest number, 6, or between its numbers: every order of a sum rounds otherwise.

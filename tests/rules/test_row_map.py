@@ -163,7 +163,13 @@ def test_a_stencil_sends_the_rows_at_the_borders_of_tiles(name):
     check(fn, random_array((13, 5)), inputs=[ROWS], outputs=[ROWS])
 
 
-@pytest.mark.parametrize("name", sorted(STENCILS.keys() - NOT_BACKWARDS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if number % 4 else [])
+        for number, name in enumerate(sorted(STENCILS.keys() - NOT_BACKWARDS))
+    ],
+)
 def test_its_gradient_sends_as_much_again(name):
     fn, rows = STENCILS[name]
 
