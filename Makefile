@@ -41,7 +41,7 @@ test-matrix: $(VENV)/installed
 lint: $(VENV)/installed
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	MYPY_NUM_WORKERS=2 $(RUN) -m mypy
+	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(RUN) -m tools.hygiene
 	$(RUN) -m tools.structure --check

@@ -15,9 +15,9 @@ import jax
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "jit.md"
 MODULES = (
-    "test_transformations", "capture.test_placement", "capture.test_calls", "test_habits",
-    "test_three_axes", "tensors.test_uneven", "test_repeated_calls", "capture.test_partly_manual",
-    "test_memory_layouts",
+    "test_transformations", "capture.test_placement", "capture.test_calls", "capture.test_export",
+    "capture.test_debugging", "test_habits", "test_three_axes", "tensors.test_uneven",
+    "test_repeated_calls", "capture.test_partly_manual", "test_memory_layouts",
 )  # fmt: skip
 
 _HEAD = """# `gshard.jit` beside `jax.jit`

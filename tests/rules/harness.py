@@ -98,7 +98,8 @@ def compare(got: np.ndarray, wanted: np.ndarray) -> None:
         return
     wide = np.complex128 if jnp.issubdtype(wanted.dtype, jnp.complexfloating) else np.float64
     tolerance = 32 * float(jnp.finfo(wanted.dtype).eps)
-    small = (wanted != 0) & (np.abs(wanted) < jnp.finfo(wanted.dtype).smallest_normal)
+    normal = float(jnp.finfo(wanted.dtype).smallest_normal)
+    small = (wanted != 0) & (np.abs(wanted.astype(wide)) < normal)
     if small.any() and flushes(wanted.dtype):
         got = np.where(small & (got == 0), wanted, got)
     got, wanted = got.astype(wide), wanted.astype(wide)
