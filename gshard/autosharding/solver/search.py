@@ -201,10 +201,11 @@ class Search:
 
     def _found(self, answer: Ints | None) -> bool:
         """Take an answer if it is the best; whether it is."""
-        cost = np.inf if answer is None else self.problem.cost(answer)
-        better = cost < self.best.cost and self.problem.excess(answer) <= 0  # type: ignore[arg-type]
-        answer, cost = (answer, cost) if better else (self.best.answer, self.best.cost)
-        self.best = Result(answer, cost, min(max(self.best.bound, self.prices.bound), cost))
+        better, kept, cost = False, self.best.answer, self.best.cost
+        if answer is not None and (found := self.problem.cost(answer)) < cost:
+            better = self.problem.excess(answer) <= 0
+            kept, cost = (answer, found) if better else (kept, cost)
+        self.best = Result(kept, cost, min(max(self.best.bound, self.prices.bound), cost))
         if self.progress is not None:
             self.progress(self.best)
         return better

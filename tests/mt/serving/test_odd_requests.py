@@ -31,7 +31,7 @@ class Echo(TextTranslator):
     """Translates into capital letters; a text with "fail" in it cannot be translated."""
 
     def search(self, source, forced=None):
-        raise NotImplementedError
+        raise NotImplementedError  # the server calls `translate` alone
 
     routings = search
 
