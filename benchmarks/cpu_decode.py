@@ -54,7 +54,7 @@ Search = Callable[[np.ndarray], int]  # sentences to target tokens
 
 def host_engine(config: Any, steps: int, int8: bool, threads: int) -> Search:
     """gshard's search for CPUs."""
-    from gshard.mt.decoding.host.search import host_search
+    from gshard.mt.decoding.host.translator import host_search
     from gshard.mt.decoding.search import BeamConfig
 
     model = host_model(config, int8, threads)
@@ -66,7 +66,7 @@ def host_model(config: Any, int8: bool, threads: int) -> Any:
     """A model of random weights, arranged for products on a CPU."""
     from gshard.mt.decoding.host import products
     from gshard.mt.decoding.host.model import HostModel
-    from gshard.mt.training.quantized import quantize, summed_axes
+    from gshard.mt.training.weights import quantize, summed_axes
 
     products.use_threads(threads)
     weights = random_weights(config)
@@ -79,7 +79,7 @@ def host_model(config: Any, int8: bool, threads: int) -> Any:
 
 def step_bytes(experts: int, steps: int) -> str:
     """How many weights a step of one sentence reads, without experts and with them."""
-    from gshard.mt.decoding.host.search import host_search
+    from gshard.mt.decoding.host.translator import host_search
     from gshard.mt.decoding.search import BeamConfig
 
     config = dims(experts)

@@ -53,9 +53,8 @@ def make_release(folder: Path, precision: str) -> Path:
     from gshard.mt.config import RunConfig, to_json
     from gshard.mt.run import CONFIG
     from gshard.mt.training import checksums
-    from gshard.mt.training.quantized import quantize, summed_axes
     from gshard.mt.training.released import VERIFIED
-    from gshard.mt.training.weights import WEIGHTS, write_weights
+    from gshard.mt.training.weights import WEIGHTS, quantize, summed_axes, write_weights
 
     config = dataclasses.replace(dims(), stacked=False)
     sizes = VocabularyConfig(config.source_vocab, config.target_vocab, languages=("de",))

@@ -71,8 +71,7 @@ def serve(
     from gshard.mt.decoding.texts import TranslateConfig
     from gshard.mt.errors import UserError, nearest
     from gshard.mt.run import Run as OpenedRun
-    from gshard.mt.serving.keys import read_keys
-    from gshard.mt.serving.settings import LOGS, Settings
+    from gshard.mt.serving.settings import LOGS, Settings, read_keys
     from gshard.mt.serving.workers import Served
 
     if logs not in LOGS:

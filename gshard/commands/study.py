@@ -89,7 +89,7 @@ def _work(plan: Study, only: str, until: str, seconds: float, processes: int) ->
 
 def _show(plan: Study) -> None:
     from gshard.commands.show import console
-    from gshard.mt.study.overview import lines, overview_table
+    from gshard.mt.study.ledger import lines, overview_table
 
     console.print(overview_table(plan))
     for line in lines(plan):

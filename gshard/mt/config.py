@@ -140,19 +140,10 @@ _BOUNDS = {name: (least, most) for least, most, names in _LIMITS for name in nam
 # What may change when a run is resumed: nothing that the losses depend on. (Another number of
 # devices adds in another order, unless the run is `reproducible`: the last bits of a sum differ.)
 CHANGEABLE = (
-    "name",
-    "data.corpus",
-    "data.workers",
-    "distill.teacher",
-    "distill.checkpoint",
-    "devices.",
-    "train.steps",
-    "train.minutes",
-    "train.log_every",
-    "train.save_every",
-    "train.keep",
+    "name", "data.corpus", "data.workers", "distill.teacher", "distill.checkpoint", "devices.",
+    "train.steps", "train.minutes", "train.log_every", "train.save_every", "train.keep",
     "train.patience",
-)
+)  # fmt: skip
 # These may change too, before the learning rate begins to fall.
 _FALL = ("optimizer.fall", "optimizer.end")
 # Known only when the vocabularies are there.

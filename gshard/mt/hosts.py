@@ -23,8 +23,8 @@ from gshard.mt import _jax
 from gshard.mt.config import DeviceConfig
 from gshard.mt.errors import MissingHostsError, NobodyCameError, UserError
 from gshard.mt.launch import aborts, company, status
+from gshard.mt.launch.company import fingerprint
 from gshard.mt.launch.environment import Hosts
-from gshard.mt.launch.fingerprint import fingerprint
 from gshard.mt.program_cache import CheckedCache
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.untrusted import own_folder
@@ -37,17 +37,11 @@ _LEAVING = 60  # seconds that processes wait for each other at the end
 _TOLD = 1000  # bytes of what processes tell each other
 # Switches of JAX that make other programs of the same code.
 _SWITCHES = (
-    "jax_default_dtype_bits",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_disable_jit",
-    "jax_disable_most_optimizations",
-    "jax_enable_custom_prng",
-    "jax_enable_x64",
-    "jax_numpy_dtype_promotion",
-    "jax_random_seed_offset",
+    "jax_default_dtype_bits", "jax_default_matmul_precision", "jax_default_prng_impl",
+    "jax_disable_jit", "jax_disable_most_optimizations", "jax_enable_custom_prng",
+    "jax_enable_x64", "jax_numpy_dtype_promotion", "jax_random_seed_offset",
     "jax_threefry_partitionable",
-)
+)  # fmt: skip
 VIRTUAL = 8  # CPU devices in all to train on, where there is no accelerator
 MOST = 4096  # each virtual device has threads of its own
 

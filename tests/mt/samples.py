@@ -5,7 +5,7 @@ import struct
 
 import polib
 
-from gshard.mt.data.readers.qt import MAGIC
+from gshard.mt.data.readers.catalogs import MAGIC
 
 GERMAN = "nplurals=2; plural=n != 1;"
 

@@ -11,7 +11,7 @@ from gshard.mt.decoding.beam import beam_search
 from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.training.loading import in_int8
 from gshard.mt.training.names import named
-from gshard.mt.training.quantized import quantize, summed_axes
+from gshard.mt.training.weights import quantize, summed_axes
 from gshard.nn.grouped import Tiles, grouped_product, reference
 from gshard.nn.int8 import Int8, looked_up, product
 from tests.nn import models

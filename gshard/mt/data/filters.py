@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from gshard.mt.data.scripts import LATIN, count_letters, in_script, scripts_of
+from gshard.mt.data.locales import LATIN, count_letters, in_script, scripts_of
 
 MAX_CHARACTERS = 700
 MAX_WORDS = 100

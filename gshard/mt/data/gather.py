@@ -27,8 +27,7 @@ import pyarrow.parquet as pq
 from gshard.mt import atomic
 from gshard.mt.data import fetch, jobs
 from gshard.mt.data.corpus import MANIFEST, VERSION, Corpus, write_rows
-from gshard.mt.data.duplicates import without_duplicates
-from gshard.mt.data.splits import Row, Shares, given_splits, split_language
+from gshard.mt.data.splits import Row, Shares, given_splits, split_language, without_duplicates
 from gshard.mt.data.tiers import Tier
 from gshard.mt.data.user_text import Own
 from gshard.mt.errors import UserError

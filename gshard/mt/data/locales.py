@@ -3,6 +3,10 @@
 Catalogs name languages in five conventions, some of them long withdrawn. The code is ISO 639-1
 where there is one, ISO 639-3 otherwise; Traditional Chinese is its own language (`zh_Hant`), since
 it is written differently, and regional variants of the others are not.
+
+The script of a language is the cheapest test of whether a string is in it at all: a catalog
+labelled Georgian is full of English where it is untranslated. Languages absent from
+`languages.toml` are written in Latin letters.
 """
 
 from __future__ import annotations
@@ -70,3 +74,38 @@ def language_of_path(path: str) -> str | None:
     if match := _FOLDER.search("/" + path):
         return language_of(match[1])
     return None
+
+
+_LETTERS = {name: re.compile(f"[{ranges}]") for name, ranges in _TABLES["scripts"].items()}
+_SCRIPTS = {
+    language: tuple(scripts.split())
+    for scripts, languages in _TABLES["written_in"].items()
+    for language in languages.split()
+}
+_LETTER = re.compile(r"[^\W\d_]")
+LATIN = _LETTERS["latin"]
+
+
+def scripts_of(language: str) -> tuple[str, ...]:
+    """The scripts that `language` is written in, Latin unless the table says otherwise."""
+    return _SCRIPTS.get(language, ("latin",))
+
+
+def count_letters(text: str) -> int:
+    """How many letters of any script `text` has."""
+    return len(_LETTER.findall(text))
+
+
+def in_script(language: str, text: str) -> bool:
+    """Whether enough letters of `text` are in a script of `language`.
+
+    A third suffices for scripts other than Latin, whose text is full of Latin names and commands;
+    Latin needs more, because what is left over then is another script altogether.
+    """
+    letters = count_letters(text)
+    if letters == 0:
+        return False
+    return any(
+        len(_LETTERS[script].findall(text)) >= (0.6 if script == "latin" else 0.35) * letters
+        for script in scripts_of(language)
+    )

@@ -4,20 +4,25 @@ The same English is translated into a hundred languages, so a split made for eac
 train on the references of the others' tests. Here the English, with case, punctuation, digits and
 placeholders folded away, is hashed, and the hash decides for all languages at once. Gathering more
 text later never moves a sentence, and a smaller share holds out a subset of what a larger one does.
+
+Rows that repeat others are left out first, however many there are (`without_duplicates`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import pickle
 import re
+import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Generic, NamedTuple, TypeVar
 
 from gshard.mt.data.filters import PLACEHOLDER
-from gshard.mt.data.spool import Spool
 from gshard.mt.errors import UserError
 
 SPLITS = ("train", "dev", "test")
@@ -169,3 +174,108 @@ def _without_sources(
             dropped["source is held out"] += 1
         else:
             yield row
+
+
+T = TypeVar("T")
+_TOGETHER = 10_000  # records written at once
+
+
+class Spool(Generic[T]):
+    """A list on disk, in a file without a name: nothing of it stays when the process ends.
+
+    For records that wait until all of them have been seen.
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+        self._last: list[T] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, record: T) -> None:
+        """Add a record at the end."""
+        self._last.append(record)
+        self._count += 1
+        if len(self._last) == _TOGETHER:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  (`finalize`)
+                weakref.finalize(self, self._file.close)
+            pickle.dump(self._last, self._file, pickle.HIGHEST_PROTOCOL)
+            self._last = []
+
+    def __iter__(self) -> Iterator[T]:
+        """The records in their order; none may be added meanwhile."""
+        if self._file is not None:
+            self._file.seek(0)
+            for _ in range(self._count // _TOGETHER):
+                yield from pickle.load(self._file)
+        yield from self._last
+
+
+MAX_VARIANTS = 4
+_AT_ONCE = 500_000  # rows of which the fingerprints are remembered
+
+_LIGHT = re.compile(r"[\s.:…!?,;\"“”'’*。：]+")  # noqa: RUF001
+
+
+class _Marks(NamedTuple):
+    """The fingerprints of a row: of its English, and of the pair; those of a given split differ."""
+
+    english: int
+    pair: int
+    given: bool
+
+
+def without_duplicates(
+    rows: Iterable[Row], dropped: Counter[str], scratch: Path | None = None
+) -> Iterator[Row]:
+    """Rows without repeated pairs, and with at most four translations of the same English.
+
+    Rows with a given split are kept unless they are repeated exactly: the user chose that split.
+    `rows` are read twice, and `scratch` is a folder for temporary files. Fingerprints of rows are
+    written to disk and looked at in several passes, each for some of the English, of which all
+    translations are then together: the memory that grows with a language is a byte for each row.
+    """
+    waiting: Spool[_Marks | None] = Spool(scratch)
+    for row in rows:
+        waiting.append(_marks(row))
+    kept = bytearray(len(waiting))
+    parts = -(-len(waiting) // _AT_ONCE)
+    for part in range(parts):
+        seen: set[int] = set()
+        variants: Counter[int] = Counter()
+        for number, marks in enumerate(waiting):
+            if marks is None:
+                dropped["untranslated"] += part == 0
+            elif marks.english % parts == part:
+                reason = _reason(marks, seen, variants)
+                dropped.update([reason] if reason else ())
+                kept[number] = not reason
+    yield from itertools.compress(rows, kept)
+
+
+def _reason(marks: _Marks, seen: set[int], variants: Counter[int]) -> str:
+    """Why a row is dropped, or nothing."""
+    if marks.pair in seen:
+        return "duplicate"
+    seen.add(marks.pair)
+    if marks.given:
+        return ""
+    if variants[marks.english] >= MAX_VARIANTS:
+        return "more than 4 translations"
+    variants[marks.english] += 1
+    return ""
+
+
+def _marks(row: Row) -> _Marks | None:
+    """What tells a row from others; None for one that is not translated."""
+    if row.split:
+        mark = fingerprint(f"{row.split}\t{row.english}\t{row.source}")
+        return _Marks(mark, mark, given=True)
+    english, source = (_LIGHT.sub(" ", side.casefold()).strip() for side in row[1::-1])
+    if not english or not source or english == source:
+        return None
+    return _Marks(fingerprint(english), fingerprint(f"{english}\t{source}"), given=False)

@@ -29,20 +29,9 @@ _NAMES = {
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+:~!_-]*")
 _OPTIONS = {"pip": ("--python-version", "--ignore-requires-python")}
 FORMATS = (
-    "catalogs",
-    "json",
-    "ini",
-    "php",
-    "js",
-    "properties",
-    "mozilla",
-    "pak",
-    "descriptions",
-    "html",
-    "html-ids",
-    "docbook",
-    "mallard",
-)
+    "catalogs", "json", "ini", "php", "js", "properties", "mozilla", "pak", "descriptions", "html",
+    "html-ids", "docbook", "mallard",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -59,17 +59,9 @@ def reading() -> Iterator[None]:
 
 # What the machine refuses, whatever the package; all else that writing raises is its own doing.
 _OF_THE_MACHINE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-)
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM,
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+)  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -17,8 +17,7 @@ from gshard.mt.decoding.texts import TextTranslator, TranslateConfig
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.launch.environment import Hosts
 from gshard.mt.training import released
-from gshard.mt.training.quantized import Quantized, quantize, summed_axes
-from gshard.mt.training.weights import WEIGHTS, Weights
+from gshard.mt.training.weights import WEIGHTS, Quantized, Weights, quantize, summed_axes
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.host.model import Load

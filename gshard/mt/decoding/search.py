@@ -13,7 +13,7 @@ hypotheses have ended, or when no live one can enter the list any more, and the 
 every sentence is done.
 
 It is written once, in the functions that NumPy and `jax.numpy` share: `gshard.mt.decoding.beam`
-runs it in a loop that XLA compiles, `gshard.mt.decoding.host.search` in a loop of Python, which
+runs it in a loop that XLA compiles, `gshard.mt.decoding.host.translator` in a loop of Python, which
 imports no JAX. The two decoders are its steps.
 
 Dims: B sentences, K beam, N best, T steps, L = K * T slots, X candidates.

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from gshard.mt.errors import UserError
 from gshard.mt.launch import status
-from gshard.mt.launch.keeper import Keeper
 from gshard.mt.launch.whereabouts import recorded
 
 _TAIL = 2_000  # bytes of a process's output to look for its last words in
@@ -156,3 +155,58 @@ def _gpus(index: int, count: int) -> dict[str, str]:
     there = len(list(Path("/dev").glob("nvidia[0-9]*")))
     mine = [str(gpu) for gpu in range(there) if gpu * count // there == index]
     return {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
+
+
+SECONDS = 8  # that a child has to stop by itself
+
+_SCRIPT = f"""
+trap '' HUP INT TERM
+read -r group || exit 0
+read -r word && exit 0
+kill -s TERM -- "-$group"
+second=0
+while [ $second -lt {SECONDS} ]; do
+    sleep 1
+    kill -s 0 -- "-$group" || exit 0
+    second=$((second + 1))
+done
+kill -s KILL -- "-$group"
+"""
+
+
+class Keeper:
+    """Ends a child whose parent is gone; begun before the child that it is for.
+
+    A parent that is killed can do nothing for its children any more, and a child that compiles or
+    is stopped does not look after itself. A small shell waits beside the child, at a pipe whose
+    other end is the parent's alone. The system closes that when the parent ends, on Linux and macOS
+    alike. The shell then asks the child's process group to stop, so that a training saves if there
+    is time, and kills what is left of it.
+    """
+
+    def __init__(self) -> None:
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", _SCRIPT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # signals of a terminal are not for it
+        )
+
+    def watch(self, group: int) -> None:
+        """From now on this process group does not outlive its parent."""
+        self._tell(f"{group}\n")
+
+    def dismiss(self) -> None:
+        """The child has ended, or was never started."""
+        self._tell("end\n")
+        with contextlib.suppress(OSError):
+            assert self._shell.stdin is not None
+            self._shell.stdin.close()
+        self._shell.wait()
+
+    def _tell(self, text: str) -> None:
+        assert self._shell.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # the shell was killed; it is closed
+            self._shell.stdin.write(text.encode())
+            self._shell.stdin.flush()

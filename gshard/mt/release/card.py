@@ -1,6 +1,7 @@
 """The card of a released model: what it is, what it was made from, how good it is, what it is not.
 
 Everything in it is read from the run: its settings, what it logged, its scores, its corpus.
+Programs read what a release was made from in `release.json` (`provenance`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import gshard
 from gshard.mt.config import RunConfig
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.evaluate import EVALUATION, read_results
@@ -16,6 +18,7 @@ from gshard.mt.run import Run
 
 CARD = "README.md"
 _SHOWN = 5  # languages with an example
+VERSION = 1  # of release.json
 
 
 def card(run: Run, step: int, weights: int, size: int, precision: str) -> str:
@@ -137,3 +140,34 @@ def _plain(text: str) -> str:
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * (longest + 1)
     return f"{fence} {' '.join(text.split())} {fence}" if text.strip() else "(nothing)"
+
+
+def provenance(run: Run, step: int, command: str) -> dict[str, Any]:
+    """Licences of the text, directions with their pairs and scores, and the command.
+
+    What is unknown, because the corpus is not here or these weights were not evaluated, is null.
+    """
+    try:
+        corpus = run.corpus
+    except UserError:
+        corpus = None
+    found = read_results(run.folder / EVALUATION)
+    scored = found["tasks"] if found is not None and found["checkpoint"] == step else {}
+    directions = {}
+    for task in run.tokenizer.tasks:
+        scores = scored.get(str(task), {})
+        directions[str(task)] = {
+            "pairs": None if corpus is None else corpus.count(task.foreign),
+            "bleu": scores.get("bleu"),
+            "chrf": scores.get("chrf"),
+        }
+    return {
+        "version": VERSION,
+        "gshard": gshard.__version__,
+        "run": run.name,
+        "step": step,
+        "command": command,
+        "licences": None if corpus is None else licences(corpus.manifest),
+        "vocabulary": run.tokenizer.digest,
+        "directions": directions,
+    }

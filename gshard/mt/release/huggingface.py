@@ -31,7 +31,6 @@ from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import END, PAD, START, UNKNOWN, Tokenizer
 from gshard.mt.errors import UserError
 from gshard.mt.release.card import CARD, card
-from gshard.mt.release.layers import inexpressible, layers_of
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model
 from gshard.mt.training.weights import write_weights
@@ -41,7 +40,7 @@ from gshard.nn.transformer import Transformer
 VOCABULARY = "gshard_vocabulary.json"  # languages and directions, for `gshard import`
 _WEIGHTS = "model.safetensors"
 _SPECIAL = {PAD: "<target pad>", UNKNOWN: "<target unk>", START: "<target s>", END: "<target /s>"}
-_POSITIONS = 1024  # the table of positions; it grows when it has to
+_POSITIONS = 1024  # of the table of positions; it grows when it has to
 
 
 def export(run: Run, out: Path, which: str = "best") -> Path:
@@ -249,3 +248,29 @@ print(tokenizer.batch_decode(model.generate(**texts), skip_special_tokens=True))
 
 The epsilon of layer normalization is 1e-5 in this layout, where the model was trained with 1e-6.
 """
+
+
+def layers_of(pairs: Any, stacked: bool) -> Iterator[Any]:
+    """The layers of a stack, in order."""
+    if stacked:
+        count = len(jax.tree.leaves(pairs)[0])
+        pairs = [jax.tree.map(lambda leaf, n=n: leaf[n], pairs) for n in range(count)]
+    for pair in pairs:
+        yield from (pair.dense, pair.sparse)
+
+
+def inexpressible(config: TransformerConfig) -> str:
+    """Why a model has no form in other tools' layouts, or ""."""
+    c = config
+    if not c.heads * c.key_dim == c.heads * c.value_dim == c.model_dim:
+        return (
+            f"its heads have {c.key_dim} and {c.value_dim} numbers for keys and values, and the "
+            f"layout has model_dim / heads = {c.model_dim} / {c.heads} for both"
+        )
+    if c.model_dim % 2:
+        return f"its model_dim of {c.model_dim} is odd"
+    if c.experts and c.gating.top_k != 2:
+        return f"its tokens go to {c.gating.top_k} expert, and the layout's to 2"
+    if c.experts and c.shared_hidden_dim:
+        return "it has a feed-forward network beside its experts (model.shared_hidden_dim)"
+    return ""

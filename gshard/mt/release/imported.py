@@ -29,8 +29,13 @@ from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import START, SharedTokenizer, VocabularyConfig
 from gshard.mt.config import RunConfig, built, to_json
 from gshard.mt.errors import UserError
-from gshard.mt.release.imported_files import Tensors, read_json, read_settings
-from gshard.mt.release.imported_tokenizer import read_tokenizer, symbols
+from gshard.mt.release.imported_files import (
+    Tensors,
+    read_json,
+    read_settings,
+    read_tokenizer,
+    symbols,
+)
 from gshard.mt.run import CONFIG
 from gshard.mt.training import checksums
 from gshard.mt.training.names import named, unnamed

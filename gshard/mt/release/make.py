@@ -20,13 +20,11 @@ from gshard.mt import atomic
 from gshard.mt.config import DataConfig, DeviceConfig, RunConfig, to_json
 from gshard.mt.decoding.detect import detector_of
 from gshard.mt.errors import UserError
-from gshard.mt.release.card import CARD, card
-from gshard.mt.release.provenance import provenance
+from gshard.mt.release.card import CARD, card, provenance
 from gshard.mt.run import CONFIG, Run
 from gshard.mt.training import checksums
 from gshard.mt.training.loading import load_model
 from gshard.mt.training.names import named
-from gshard.mt.training.quantized import Quantized, quantize, summed_axes
 from gshard.mt.training.released import (
     DETECTOR,
     MADE,
@@ -37,7 +35,7 @@ from gshard.mt.training.released import (
     unverifiable,
     verified_in,
 )
-from gshard.mt.training.weights import WEIGHTS, write_weights
+from gshard.mt.training.weights import WEIGHTS, Quantized, quantize, summed_axes, write_weights
 from gshard.nn.shapes import weight_shapes
 
 Precision = Literal["bfloat16", "float32", "int8"]

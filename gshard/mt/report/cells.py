@@ -1,4 +1,4 @@
-"""Tables as data: typed cells, and the exact number behind every rounded one.
+"""Tables as data: typed cells, numbers as they are written, and the exact ones behind them.
 
 The exact numbers are for sorting, and for whoever wants to read the page by machine. `table.html`
 makes HTML of them.
@@ -6,18 +6,87 @@ makes HTML of them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gshard.mt.report.gathered import Run
-from gshard.mt.report.wording import fixed, signed
 
 COLOURS = 12  # of runs, in tokens.css
+MISSING = "\N{EN DASH}"
 
 
 def colour(place: int) -> str:
     """The colour of a run in charts and tables."""
     return f"var(--s{place % COLOURS})"
+
+
+def cut(text: str, most: int) -> str:
+    """`text`, shortened with a mark at its end if it has more than `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def whole(value: float | None) -> str:
+    """12,345"""
+    return MISSING if value is None else f"{round(value):,}"
+
+
+def short(value: float | None) -> str:
+    """Three figures and a letter: 12.3M, 600B."""
+    if value is None:
+        return MISSING
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * size:
+            return f"{_three(value / size)}{letter}"
+    return _three(value)
+
+
+def _three(value: float) -> str:
+    places = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    text = f"{value:.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def fixed(value: float | None, places: int = 1) -> str:
+    """A fixed number of decimals."""
+    return MISSING if value is None else f"{value:.{places}f}"
+
+
+def signed(value: float | None, places: int = 1) -> str:
+    """A fixed number of decimals and always a sign, with a true minus."""
+    if value is None:
+        return MISSING
+    text = f"{abs(value):.{places}f}"
+    sign = "" if float(text) == 0 else "+" if value > 0 else "\u2212"
+    return sign + text
+
+
+def share(value: float | None) -> str:
+    """12.3%"""
+    return MISSING if value is None else f"{value:.1%}"
+
+
+def duration(seconds: float | None) -> str:
+    """45 s, 12 min, 3 h 20 min, 4 d 2 h."""
+    if seconds is None:
+        return MISSING
+    if seconds < 99.5:
+        return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, rest = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {rest} min" if rest else f"{hours} h"
+    days, hours = divmod(round(minutes / 60), 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def day(seconds: float | None) -> str:
+    """A moment, in the time of the machine that writes the report."""
+    if seconds is None:
+        return MISSING
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 @dataclass(frozen=True)

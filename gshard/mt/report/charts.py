@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gshard.mt.report import measures
+from gshard.mt.report.cells import cut
 from gshard.mt.report.gathered import SIDES, Example, Record, Run, Task
-from gshard.mt.report.wording import cut
 
 MOST_POINTS = 500  # of a curve; more cannot be told apart on a screen
 MOST_SHARES = 250_000  # of experts, all runs together; about 5 bytes each

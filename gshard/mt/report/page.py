@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gshard.mt.report import cells as as_text
 from gshard.mt.report import drawn, measures, tables
-from gshard.mt.report import wording as as_text
 from gshard.mt.report.cells import COLOURS, Table, run_name
 from gshard.mt.report.charts import chart_data
 from gshard.mt.report.gathered import Run

@@ -9,10 +9,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from gshard.mt.report import measures
-from gshard.mt.report.cells import Cell, Column, Table, change, figure, run_name, words
+from gshard.mt.report.cells import (
+    MISSING,
+    Cell,
+    Column,
+    Table,
+    change,
+    duration,
+    figure,
+    fixed,
+    run_name,
+    share,
+    short,
+    whole,
+    words,
+)
 from gshard.mt.report.charts import HEALTH
 from gshard.mt.report.gathered import GROUPS, Baselines, Run, Task
-from gshard.mt.report.wording import MISSING, duration, fixed, share, short, whole
 
 _GROUP_NAMES = {"to-english": "into English", "from-english": "from English"}
 FEW = 100  # sentences; a BLEU of fewer says little

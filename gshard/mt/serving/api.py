@@ -8,25 +8,26 @@ event as soon as it is translated.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import babel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from gshard.mt.batching.tokenizer import Task
 from gshard.mt.decoding.detect import Detector
 from gshard.mt.decoding.texts import Hypothesis, choose_target
 from gshard.mt.errors import UserError
-from gshard.mt.serving import bodies, documents, fields
-from gshard.mt.serving.keys import Key, Keys
-from gshard.mt.serving.languages import language_name, listed
+from gshard.mt.serving import documents, requests
 from gshard.mt.serving.observing import Metrics, note
 from gshard.mt.serving.service import PIECES, RefusedError, Service
-from gshard.mt.serving.settings import Settings
+from gshard.mt.serving.settings import Key, Keys, Settings
 
 _AUTO = "auto"
 _EVENTS = "text/event-stream"
@@ -91,15 +92,15 @@ class Api:
         ]
 
     async def _translate(self, request: Request) -> Response:
-        given = await bodies.read_object(request, 16 * self._settings.characters)
-        asked = await self._asked(request, fields.read(fields.TRANSLATE, given))
+        given = await requests.read_object(request, 16 * self._settings.characters)
+        asked = await self._asked(request, requests.read(requests.TRANSLATE, given))
         if _EVENTS in request.headers.get("Accept", ""):
             return self._events(asked)
-        found = await bodies.answered(request, self._submit(asked))
+        found = await requests.answered(request, self._submit(asked))
         return JSONResponse(asked.answer(found))
 
     async def _stream(self, request: Request) -> Response:
-        given = fields.read(fields.STREAM, dict(request.query_params))
+        given = requests.read(requests.STREAM, dict(request.query_params))
         return self._events(await self._asked(request, given))
 
     async def _asked(self, request: Request, given: dict[str, Any]) -> Asked:
@@ -233,8 +234,8 @@ class Api:
         return JSONResponse(listed(self._service.translator.tokenizer.tasks))
 
     async def _detect(self, request: Request) -> Response:
-        given = await bodies.read_object(request, 16 * self._settings.characters)
-        asked = fields.read(fields.DETECT, given)
+        given = await requests.read_object(request, 16 * self._settings.characters)
+        asked = requests.read(requests.DETECT, given)
         self._refuse_long(len(asked["q"]))
         key = self._admit(request, asked["api_key"], 1)
         note(request.scope, key=key.name)
@@ -274,3 +275,29 @@ class Api:
     async def _metrics(self, request: Request) -> Response:
         text = await asyncio.to_thread(self.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4")
+
+
+@functools.cache
+def language_name(code: str) -> str:
+    """The English name of a language, such as "Portuguese (Brazil)"; its code if it has none."""
+    plain, _, script = code.partition("@")
+    try:
+        name = babel.Locale.parse(plain.replace("-", "_")).get_display_name("en")
+    except (ValueError, babel.UnknownLocaleError):
+        name = babel.Locale("en").languages.get(plain)
+    if not name:
+        return code
+    return f"{name} ({script})" if script else str(name)
+
+
+def listed(tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """All languages by name, each with those that it is translated into."""
+    targets: dict[str, set[str]] = {}
+    for task in tasks:
+        targets.setdefault(task.source, set()).add(task.target)
+        targets.setdefault(task.target, set())
+    found = (
+        {"code": code, "name": language_name(code), "targets": sorted(into)}
+        for code, into in targets.items()
+    )
+    return sorted(found, key=lambda language: (language["name"], language["code"]))

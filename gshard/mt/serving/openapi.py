@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 import gshard
-from gshard.mt.serving.fields import DETECT, LANGUAGES, STREAM, TRANSLATE, Field
+from gshard.mt.serving.requests import DETECT, LANGUAGES, STREAM, TRANSLATE, Field
 
 _ERROR = {"$ref": "#/components/schemas/Error"}
 _STRING = {"type": "string"}

@@ -34,12 +34,11 @@ from gshard.mt.decoding.detect import Detector
 from gshard.mt.errors import UserError
 from gshard.mt.serving import openapi
 from gshard.mt.serving.api import Api
-from gshard.mt.serving.bodies import answered, read_json
 from gshard.mt.serving.connections import Connection
-from gshard.mt.serving.keys import Key, Keys
 from gshard.mt.serving.observing import Observed, start_logs
+from gshard.mt.serving.requests import answered, read_json
 from gshard.mt.serving.service import LONGEST, SECONDS, RefusedError, Service, log
-from gshard.mt.serving.settings import LOCAL, Settings, is_local
+from gshard.mt.serving.settings import LOCAL, Key, Keys, Settings, is_local
 
 _BACKLOG = 1024  # connections that are taken at once, before any of them is looked at
 _PAGE_BODY = 16 * LONGEST  # bytes of the page's request: every character may be an escape

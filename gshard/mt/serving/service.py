@@ -21,8 +21,14 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gshard.mt.decoding.texts import Hypothesis, TextTranslator, choose_target, joined, well_formed
-from gshard.mt.decoding.token_experts import routes
+from gshard.mt.decoding.texts import (
+    Hypothesis,
+    TextTranslator,
+    choose_target,
+    joined,
+    routes,
+    well_formed,
+)
 from gshard.mt.errors import UserError
 
 LONGEST = 5_000  # characters of a text

@@ -1,16 +1,26 @@
-"""The settings of a server, as the options of `gshard serve` give them."""
+"""The settings of a server, as the options of `gshard serve` give them, and the keys of its users.
+
+Keys have limits of texts a minute. Where a server has several workers, the counts are in memory
+that they share, so that a limit is one limit. Keys are compared by their hashes.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
+import math
+import multiprocessing
 import re
 import ssl
+import threading
+import time
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gshard.mt.errors import UserError
-from gshard.mt.serving.keys import MOST, Key
 
 LOCAL = "127.0.0.1"
 Logs = Literal["none", "text", "json"]
@@ -89,3 +99,114 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+_FIELDS = {"name": str, "key": str, "per_minute": int}
+_SHORTEST = 8  # characters of a key
+MOST = 10**9  # texts a minute, or of any other limit
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key, the name that logs and metrics use for it, and its limit; 0 is none."""
+
+    name: str
+    key: str
+    per_minute: int = 0
+
+
+def read_keys(path: Path) -> tuple[Key, ...]:
+    """The keys of a TOML file: `[[key]]` tables with name, key and, if limited, per_minute."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no file {path} with keys") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    tables = found.get("key")
+    if set(found) != {"key"} or not isinstance(tables, list) or not tables:
+        raise UserError(f"{path}: keys are [[key]] tables, each with {', '.join(_FIELDS)}")
+    keys = tuple(_key(path, table) for table in tables)
+    for what in ("name", "key"):
+        values = [getattr(key, what) for key in keys]
+        if twice := next((v for v in values if values.count(v) > 1), None):
+            shown = f" {twice!r}" if what == "name" else ""
+            raise UserError(f"{path}: two keys have the same {what}{shown}")
+    return keys
+
+
+def _key(path: Path, table: Any) -> Key:
+    allowed = ", ".join(_FIELDS)
+    if not isinstance(table, dict) or (unknown := set(table) - set(_FIELDS)):
+        named = f" unknown {', '.join(sorted(unknown))};" if isinstance(table, dict) else ""
+        raise UserError(f"{path}:{named} a key has {allowed}")
+    for name, kind in _FIELDS.items():
+        if name != "per_minute" and name not in table:
+            raise UserError(f"{path}: a key has no {name}; a key has {allowed}")
+        if name in table and type(table[name]) is not kind:
+            raise UserError(f"{path}: {name} is {table[name]!r}, and not of type {kind.__name__}")
+    key = Key(**table)
+    is_sent = key.key.isascii() and key.key.isprintable() and key.key.strip() == key.key
+    if len(key.key) < _SHORTEST or not is_sent or not 0 <= key.per_minute <= MOST:
+        raise UserError(
+            f"{path}: {key.name!r} needs a key of {_SHORTEST} characters or more (of ASCII, as "
+            f"headers are, without spaces around it), and a limit of 0 (none) to {MOST:,}"
+        )
+    return key
+
+
+class Keys:
+    """The keys that a server knows, and what each may still use in this minute.
+
+    Each has a bucket that holds as many texts as its limit and fills at that rate. `is_open` lets
+    in everyone without a key, who then share one bucket of `per_minute`. `shared` ones may be sent
+    to processes, which then count together.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        *,
+        is_open: bool = False,
+        per_minute: int = 0,
+        shared: bool = False,
+    ):
+        self.is_open = is_open
+        self._everyone = Key("everyone", "", per_minute)
+        known = [*keys, *([self._everyone] if is_open else [])]
+        self._known = {_digest(key.key): (n, key) for n, key in enumerate(known)}
+        # For each the texts that are left, and when that was so.
+        start = [x for key in known for x in (float(key.per_minute), time.monotonic())]
+        self._left: Any = list(start)
+        self._lock: Any = threading.Lock()
+        if shared:
+            self._left = multiprocessing.get_context("spawn").Array("d", start)
+            self._lock = self._left.get_lock()
+
+    def find(self, given: str) -> Key | None:
+        """The key that was given, or None if nobody has it."""
+        number_key = self._known.get(_digest(given))
+        return None if number_key is None else number_key[1]
+
+    def wait(self, key: Key, texts: int) -> int:
+        """Use so many texts of a key: 0, or the seconds after which it may be tried again.
+
+        A request for more than a minute's worth is let through when the bucket is full.
+        """
+        if not key.per_minute:
+            return 0
+        number, _ = self._known[_digest(key.key)]
+        rate = key.per_minute / 60
+        with self._lock:
+            left, since = self._left[2 * number : 2 * number + 2]
+            now = time.monotonic()
+            left = min(float(key.per_minute), left + rate * (now - since))
+            needed = min(texts, key.per_minute)
+            if left < needed:
+                return math.ceil((needed - left) / rate)
+            self._left[2 * number : 2 * number + 2] = [left - texts, now]
+        return 0
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()

@@ -25,7 +25,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from gshard.mt import _jax
-from gshard.mt.launch.fingerprint import fingerprint
+from gshard.mt.launch.company import fingerprint
 from gshard.mt.program_cache import CheckedCache
 
 _NAME = "gshard_step-"

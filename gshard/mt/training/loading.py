@@ -17,8 +17,7 @@ from gshard.mt.run import Run
 from gshard.mt.training import released
 from gshard.mt.training.identity import other_model
 from gshard.mt.training.names import named, unnamed
-from gshard.mt.training.quantized import summed_axes
-from gshard.mt.training.weights import WEIGHTS, Weights
+from gshard.mt.training.weights import WEIGHTS, Weights, summed_axes
 from gshard.nn.config import TransformerConfig
 from gshard.nn.int8 import Int8
 from gshard.nn.strategy import ONE_DEVICE, Strategy

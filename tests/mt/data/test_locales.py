@@ -1,7 +1,6 @@
 import pytest
 
-from gshard.mt.data.locales import language_of, language_of_path
-from gshard.mt.data.scripts import in_script, scripts_of
+from gshard.mt.data.locales import in_script, language_of, language_of_path, scripts_of
 
 
 @pytest.mark.parametrize(

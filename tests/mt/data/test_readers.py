@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gshard.mt.data import archives, readers
 from gshard.mt.data.archives import Files
-from gshard.mt.data.readers import documents, gettext, keyed, qt
+from gshard.mt.data.readers import catalogs, documents, keyed
 from gshard.mt.data.tiers import Reading
 from tests.mt.samples import mo, pak, po, qm
 
@@ -20,7 +20,7 @@ ONE_AND_MANY = ("one file", "%d files", ["eine Datei", "%d Dateien"])
 
 @pytest.mark.parametrize("make", [mo, po])
 def test_gettext_pairs_contexts_and_plurals(make):
-    read = gettext.read_mo if make is mo else gettext.read_po
+    read = catalogs.read_mo if make is mo else catalogs.read_po
     pairs = list(read(make([("Open", "Öffnen"), ONE_AND_MANY])))
     expected = [("Open", "Öffnen"), ("one file", "eine Datei"), ("%d files", "%d Dateien")]
     assert sorted(pairs) == sorted(expected)  # a compiled catalog is sorted by msgid
@@ -30,7 +30,7 @@ def test_plural_rule_decides_which_form_is_the_singular():
     # Three forms, the singular the last of them.
     forms = "nplurals=3; plural=(n==1 ? 2 : n<5 ? 0 : 1);"
     entry = ("one file", "%d files", ["few", "many", "single"])
-    assert list(gettext.read_mo(mo([entry], forms))) == [
+    assert list(catalogs.read_mo(mo([entry], forms))) == [
         ("one file", "single"),
         ("%d files", "many"),
     ]
@@ -38,15 +38,15 @@ def test_plural_rule_decides_which_form_is_the_singular():
 
 def test_a_language_without_plurals_gives_the_english_plural():
     entry = ("one file", "%d files", ["%d 文件"])
-    assert list(gettext.read_po(po([entry], "nplurals=1; plural=0;"))) == [("%d files", "%d 文件")]
+    assert list(catalogs.read_po(po([entry], "nplurals=1; plural=0;"))) == [("%d files", "%d 文件")]
 
 
 @pytest.mark.parametrize(
     "rule", ["__import__('os')", "n(", "n" * 2000, "1/0", "(" * 200 + "n" + ")" * 200]
 )
 def test_a_hostile_plural_rule_does_nothing(rule):
-    found = gettext.plural_rule(f"Plural-Forms: nplurals=2; plural={rule};\n")
-    pairs = list(gettext.plural_pairs("a", "b", ["x", "y"], found))
+    found = catalogs.plural_rule(f"Plural-Forms: nplurals=2; plural={rule};\n")
+    pairs = list(catalogs.plural_pairs("a", "b", ["x", "y"], found))
     assert pairs == [("a", "x"), ("b", "y")]
 
 
@@ -54,7 +54,7 @@ def test_po_leaves_out_fuzzy_and_obsolete_entries():
     text = po([("Open", "Öffnen")]) + (
         b'\n#, fuzzy\nmsgid "Close"\nmsgstr "Zu"\n\n#~ msgid "Old"\n#~ msgstr "Alt"\n'
     )
-    assert list(gettext.read_po(text)) == [("Open", "Öffnen")]
+    assert list(catalogs.read_po(text)) == [("Open", "Öffnen")]
 
 
 def test_po_english_from_the_default_comment():
@@ -62,7 +62,7 @@ def test_po_english_from_the_default_comment():
         b'msgid ""\nmsgstr "Content-Type: text/plain; charset=UTF-8\\n"\n\n'
         b'#. Default: "Add a \\"new\\" "\n#. "page"\nmsgid "label_add"\nmsgstr "Neue Seite"\n'
     )
-    assert list(gettext.read_po(text, english_from_comment=True)) == [
+    assert list(catalogs.read_po(text, english_from_comment=True)) == [
         ('Add a "new" page', "Neue Seite")
     ]
 
@@ -72,12 +72,12 @@ def test_po_in_another_encoding():
         'msgid ""\nmsgstr "Content-Type: text/plain; charset=ISO-8859-1\\n"\n\n'
         'msgid "Open"\nmsgstr "Öffnen"\n'
     ).encode("latin-1")
-    assert list(gettext.read_po(text)) == [("Open", "Öffnen")]
+    assert list(catalogs.read_po(text)) == [("Open", "Öffnen")]
 
 
 def test_qt_takes_the_form_for_many():
     data = qm([("Open", "Öffnen"), ("%n files", "%n Datei", "%n Dateien")])
-    assert list(qt.read_qm(data)) == [("Open", "Öffnen"), ("%n files", "%n Dateien")]
+    assert list(catalogs.read_qm(data)) == [("Open", "Öffnen"), ("%n files", "%n Dateien")]
 
 
 @pytest.mark.parametrize("version", [4, 5])
@@ -269,11 +269,11 @@ def test_language_packs_name_their_language_twice(tmp_path):
 @pytest.mark.parametrize(
     ("read", "data"),
     [
-        (gettext.read_mo, b"\xde\x12\x04\x95" + b"\xff" * 40),
-        (gettext.read_mo, b""),
-        (gettext.read_po, b'msgid "a\nmsgstr'),
-        (qt.read_qm, b"no"),
-        (qt.read_qm, qm([("a", "b")])[:30] + b"\x69\0\0\0\x05\x77"),
+        (catalogs.read_mo, b"\xde\x12\x04\x95" + b"\xff" * 40),
+        (catalogs.read_mo, b""),
+        (catalogs.read_po, b'msgid "a\nmsgstr'),
+        (catalogs.read_qm, b"no"),
+        (catalogs.read_qm, qm([("a", "b")])[:30] + b"\x69\0\0\0\x05\x77"),
         (keyed.read_pak, b"\x09\0\0\0aaaa"),
         (keyed.read_json, b"\xff\xfe"),
         (documents.html_blocks, b" "),
@@ -285,9 +285,9 @@ def test_broken_files_raise_what_is_reported(read, data):
 
 
 ALL = [
-    gettext.read_mo,
-    gettext.read_po,
-    qt.read_qm,
+    catalogs.read_mo,
+    catalogs.read_po,
+    catalogs.read_qm,
     documents.html_blocks,
     documents.html_ids,
     documents.xml_blocks,

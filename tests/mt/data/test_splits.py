@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gshard.mt.data import corpus, duplicates, spool
-from gshard.mt.data.duplicates import MAX_VARIANTS, without_duplicates
+from gshard.mt.data import corpus, splits
 from gshard.mt.data.splits import (
+    MAX_VARIANTS,
     SPLITS,
     Row,
     Shares,
@@ -16,6 +16,7 @@ from gshard.mt.data.splits import (
     fold,
     given_splits,
     split_language,
+    without_duplicates,
 )
 from gshard.mt.errors import UserError
 from tests.mt.samples import sentence
@@ -158,7 +159,7 @@ def test_duplicates_are_found_a_few_rows_at_a_time(rows, at_once):
     whole, parts = Counter(), Counter()
     expected = list(without_duplicates(rows, whole))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(duplicates, "_AT_ONCE", at_once)
+        patch.setattr(splits, "_AT_ONCE", at_once)
         assert list(without_duplicates(rows, parts)) == expected
     assert +parts == +whole
 
@@ -181,9 +182,9 @@ def test_what_is_held_out_does_not_depend_on_what_is_remembered():
 
 
 def test_a_spool_is_a_list(monkeypatch, tmp_path):
-    monkeypatch.setattr(spool, "_TOGETHER", 3)
+    monkeypatch.setattr(splits, "_TOGETHER", 3)
     for count in (0, 2, 3, 7):
-        waiting = spool.Spool(tmp_path)
+        waiting = splits.Spool(tmp_path)
         for n in range(count):
             waiting.append((n, "x"))
         assert len(waiting) == count

@@ -17,15 +17,14 @@ from gshard.mt.decoding.engines import EngineConfig, engine_of, open_translator
 from gshard.mt.decoding.host.layers import choices
 from gshard.mt.decoding.host.model import HostModel
 from gshard.mt.decoding.host.products import Graph, Output
-from gshard.mt.decoding.host.search import host_search
+from gshard.mt.decoding.host.translator import host_search
 from gshard.mt.decoding.search import BeamConfig
-from gshard.mt.decoding.texts import TranslateConfig
-from gshard.mt.decoding.token_experts import routes
+from gshard.mt.decoding.texts import TranslateConfig, routes
 from gshard.mt.errors import UserError
 from gshard.mt.release.make import make_release, verify
 from gshard.mt.run import Run
 from gshard.mt.training.names import named
-from gshard.mt.training.quantized import Quantized, quantize, summed_axes
+from gshard.mt.training.weights import Quantized, quantize, summed_axes
 from gshard.nn.gating import route
 from gshard.nn.settings import GatingConfig
 from tests.mt.decoding.test_beam import ending

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gshard.mt.batching.tokenizer import END
 from gshard.mt.decoding.beam import JAX
-from gshard.mt.decoding.host.search import NUMPY
+from gshard.mt.decoding.host.translator import NUMPY
 from gshard.mt.decoding.search import BeamConfig, Continuations, Search, State
 
 VOCAB = 7
@@ -70,6 +70,6 @@ def test_the_same_bits_in_numpy_and_under_xla(beam, length, alpha, forced, seed)
 
 
 def test_the_search_on_a_cpu_imports_no_jax():
-    script = "import sys, gshard.mt.decoding.host.search; print('jax' in sys.modules)"
+    script = "import sys, gshard.mt.decoding.host.translator; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr

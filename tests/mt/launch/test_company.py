@@ -11,8 +11,7 @@ import pytest
 from gshard.errors import UserError
 from gshard.mt.errors import MissingHostsError
 from gshard.mt.launch import aborts, company
-from gshard.mt.launch.company import Company, absent
-from gshard.mt.launch.fingerprint import differences, fingerprint
+from gshard.mt.launch.company import Company, absent, differences, fingerprint
 
 TIMED_OUT = (
     "DEADLINE_EXCEEDED: Barrier timed out. Id: x::0. This usually happens because a task triggered "

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from gshard.mt.launch import keeper
+from gshard.mt.launch import local
 from gshard.mt.launch.local import LocalChild
 from tests.mt.processes import alive, until
 
@@ -71,7 +71,7 @@ def test_a_child_is_asked_to_stop_when_its_parent_is_killed(tmp_path):
 @pytest.mark.parametrize("child", [DEAF, STOPPED])
 def test_a_child_that_does_not_stop_is_killed(tmp_path, child):
     killed(child, tmp_path)
-    assert keeper.SECONDS < 10
+    assert local.SECONDS < 10
 
 
 @pytest.mark.slow
@@ -95,9 +95,9 @@ def test_a_child_that_ends_leaves_no_process_behind(tmp_path):
 
 def test_what_cannot_be_started_is_not_watched_over(tmp_path, monkeypatch):
     made = []
-    before = keeper.Keeper.__init__
+    before = local.Keeper.__init__
     monkeypatch.setattr(
-        keeper.Keeper, "__init__", lambda self: (before(self), made.append(self._shell))[0]
+        local.Keeper, "__init__", lambda self: (before(self), made.append(self._shell))[0]
     )
     with pytest.raises(FileNotFoundError):
         LocalChild([str(tmp_path / "nothing")], {}, tmp_path / "child", quiet=True)

@@ -8,7 +8,7 @@ import numpy as np
 import sentencepiece
 from safetensors.numpy import save_file
 
-from gshard.mt.release.imported_tokenizer import _CODES
+from gshard.mt.release.imported_files import _CODES
 from tests.mt.samples import sentence
 
 M, HEADS, EXPERTS = 16, 2, 4

@@ -12,7 +12,7 @@ from gshard.mt.batching.tokenizer import PAD
 from gshard.mt.decoding.beam import beam_search
 from gshard.mt.decoding.engines import EngineConfig, open_translator
 from gshard.mt.decoding.host.model import HostModel
-from gshard.mt.decoding.host.search import host_search
+from gshard.mt.decoding.host.translator import host_search
 from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.errors import UserError
@@ -22,7 +22,7 @@ from gshard.mt.release.imported import (
     load_import,
     read_checkpoint,
 )
-from gshard.mt.release.imported_tokenizer import read_tokenizer
+from gshard.mt.release.imported_files import read_tokenizer
 from gshard.mt.release.make import verify
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model

@@ -22,10 +22,9 @@ from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.errors import UserError
 from gshard.mt.serving.documents import from_html, from_text
-from gshard.mt.serving.keys import Key
 from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import Service
-from gshard.mt.serving.settings import LOCAL, Settings
+from gshard.mt.serving.settings import LOCAL, Key, Settings
 from tests.mt.runs import random_model
 from tests.mt.samples import sentence
 from tests.mt.serving.slow_translator import until

@@ -3,8 +3,8 @@
 import pytest
 
 from gshard.mt.errors import UserError
-from gshard.mt.serving import keys
-from gshard.mt.serving.keys import Key, Keys, read_keys
+from gshard.mt.serving import settings
+from gshard.mt.serving.settings import Key, Keys, read_keys
 
 GOOD = '[[key]]\nname = "a"\nkey = "long enough"\nper_minute = 6\n'
 
@@ -46,7 +46,7 @@ def test_mistakes_in_it_are_told(tmp_path, text, message):
 
 def test_a_limit_by_the_clock(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(keys.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(settings.time, "monotonic", lambda: clock[0])
     few, free = Key("few", "few few few", 6), Key("free", "free free")
     known = Keys((few, free))
     assert (known.find("few few few"), known.find("few"), known.find("")) == (few, None, None)

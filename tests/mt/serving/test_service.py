@@ -7,8 +7,7 @@ import pytest
 
 from gshard.mt.batching.tokenizer import END
 from gshard.mt.decoding.search import Translations
-from gshard.mt.decoding.texts import TranslateConfig
-from gshard.mt.decoding.token_experts import Routes
+from gshard.mt.decoding.texts import Routes, TranslateConfig
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.serving import service as services
 from gshard.mt.serving.observing import start_logs

@@ -8,7 +8,7 @@ import pytest
 
 from gshard.mt.errors import UserError
 from gshard.mt.run import Run
-from gshard.mt.study import ledger, overview, stages
+from gshard.mt.study import ledger, stages
 from gshard.mt.study.plan import read_plan
 from gshard.mt.study.queue import Shown, Wanted, work
 from gshard.mt.study.results import write_results
@@ -116,7 +116,7 @@ def _interrupted_training(plan):
     with pytest.raises(KeyboardInterrupt):
         work(plan, Wanted("trained", ("dense",)), shown(Interrupted(at=4))[0])
     assert all_stages(plan) == ["begun", "waiting", "waiting"]
-    assert "next: dense, to be trained" in overview.lines(plan)[1]
+    assert "next: dense, to be trained" in ledger.lines(plan)[1]
 
     again = Notes()
     assert work(plan, Wanted("trained", ("dense",)), shown(again)[0])

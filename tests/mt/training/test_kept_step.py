@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import gshard
 from gshard.mt import config as config_module
-from gshard.mt.launch import fingerprint
+from gshard.mt.launch import company
 from gshard.mt.presets import preset
 from gshard.mt.training import kept_step
 from gshard.mt.training.programs import Programs
@@ -59,13 +59,13 @@ class TestKey:
             with monkeypatch.context() as patch:
                 patch.setenv(name, "--another")
                 found += [key()]
-        sources = dict(fingerprint._sources())
+        sources = dict(company._sources())
         sources[next(iter(sources))] = "another"
         with monkeypatch.context() as patch:
-            patch.setattr(fingerprint, "_sources", lambda: sources)
+            patch.setattr(company, "_sources", lambda: sources)
             found += [key()]
         with monkeypatch.context() as patch:
-            patch.setattr(fingerprint, "_version", lambda package: "another")
+            patch.setattr(company, "_version", lambda package: "another")
             found += [key()]
         assert len(set(found)) == len(found)
         assert key() == found[0]

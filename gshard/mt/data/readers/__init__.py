@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from gshard.mt.data.archives import Files
 from gshard.mt.data.locales import language_of, language_of_path
-from gshard.mt.data.readers import documents, gettext, keyed, qt
+from gshard.mt.data.readers import catalogs, documents, keyed
 from gshard.mt.data.tiers import Reading
 
 
@@ -65,11 +65,11 @@ def _catalogs(files: Files, reading: Reading, report: Report) -> Iterator[Raw]:
         try:
             data = files.read(path)
             if suffix == "qm":
-                pairs = qt.read_qm(data)
+                pairs = catalogs.read_qm(data)
             elif suffix == "po":
-                pairs = gettext.read_po(data, reading.english_from_comment)
+                pairs = catalogs.read_po(data, reading.english_from_comment)
             else:
-                pairs = gettext.read_mo(data)
+                pairs = catalogs.read_mo(data)
             for english, text in pairs:
                 yield Raw(language, english, text, kind)
         except UNREADABLE as error:

@@ -18,49 +18,19 @@ from lxml import html as lxml_html
 
 Block = tuple[str, str]  # (element, text)
 
-_HTML_BLOCKS = frozenset(
-    ("p", "li", "dt", "dd", "h1", "h2", "h3", "h4", "h5", "h6", "td", "th", "caption")
-)
+_HTML_BLOCKS = frozenset((
+    "p", "li", "dt", "dd", "h1", "h2", "h3", "h4", "h5", "h6", "td", "th", "caption",
+))  # fmt: skip
 _HTML_SKIP = frozenset(("script", "style", "head", "pre"))
-_XML_BLOCKS = frozenset(
-    (
-        "p",
-        "para",
-        "simpara",
-        "title",
-        "term",
-        "desc",
-        "screeninfo",
-        "phrase",
-        "cite",
-        "subtitle",
-        "entry",
-        "member",
-        "td",
-        "glossterm",
-    )
-)
-_XML_SKIP = frozenset(
-    (
-        "credit",
-        "legalnotice",
-        "author",
-        "copyright",
-        "othercredit",
-        "authorgroup",
-        "revhistory",
-        "date",
-        "releaseinfo",
-        "keywordset",
-        "license",
-        "years",
-        "name",
-        "email",
-        "screen",
-        "programlisting",
-        "indexterm",
-    )
-)
+_XML_BLOCKS = frozenset((
+    "p", "para", "simpara", "title", "term", "desc", "screeninfo", "phrase", "cite", "subtitle",
+    "entry", "member", "td", "glossterm",
+))  # fmt: skip
+_XML_SKIP = frozenset((
+    "credit", "legalnotice", "author", "copyright", "othercredit", "authorgroup", "revhistory",
+    "date", "releaseinfo", "keywordset", "license", "years", "name", "email", "screen",
+    "programlisting", "indexterm",
+))  # fmt: skip
 _HEADINGS = frozenset(("h1", "h2", "h3", "h4", "title"))
 
 # An entity whose text this file does not define (a key's name, a licence notice). A block with

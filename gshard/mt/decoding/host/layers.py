@@ -25,7 +25,7 @@ from gshard.mt.decoding.host.products import (
     floats,
 )
 from gshard.mt.decoding.texts import Choices
-from gshard.mt.training.quantized import Quantized
+from gshard.mt.training.weights import Quantized
 from gshard.nn.config import TransformerConfig
 
 Weights = Callable[[str], Weight]  # by name within a layer

@@ -15,7 +15,7 @@ from gshard.mt.batching.tokenizer import END, PAD, START
 from gshard.mt.decoding.host.layers import HIDDEN, Cache, Layer, side_by_side
 from gshard.mt.decoding.host.products import Graph, Output, Session, Weight
 from gshard.mt.decoding.texts import Choices, Routings
-from gshard.mt.training.quantized import Quantized
+from gshard.mt.training.weights import Quantized
 from gshard.nn.config import TransformerConfig
 
 Load = Callable[[str], Weight]  # a weight by its name in the model

@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from gshard.mt.training.quantized import Quantized
+from gshard.mt.training.weights import Quantized
 from gshard.nn.settings import EPSILON
 
 Weight = np.ndarray | Quantized
