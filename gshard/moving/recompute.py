@@ -68,8 +68,10 @@ class Made(NamedTuple):
 
     @property
     def is_reshape(self) -> bool:
-        """Whether it is a reshape, which copies nothing."""
-        return self.eqn.primitive is p.reshape_p
+        """Whether it is a reshape, which copies nothing, or adds or removes dims of one row."""
+        if self.eqn.primitive is p.broadcast_in_dim_p:
+            return math.prod(self.operands[0].shape) == math.prod(self.result.shape)
+        return self.eqn.primitive in (p.reshape_p, p.squeeze_p)
 
     @property
     def is_view(self) -> bool:

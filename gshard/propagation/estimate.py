@@ -59,11 +59,14 @@ class Total(NamedTuple):
     sent: float  # without the work
 
     def is_less_than(self, other: Total) -> bool:
-        """Whether it is cheaper by more than a hundredth of what the other sends.
+        """Whether it is cheaper by more than a hundredth of what is sent, or else sends less.
 
         The work, most of which is the same, is far more: a hundredth of it hides what is sent.
         """
-        return self.cost < other.cost - other.sent / 100
+        margin = max(self.sent, other.sent) / 100
+        if abs(self.cost - other.cost) <= margin:
+            return self.sent < other.sent - margin
+        return self.cost < other.cost
 
 
 class Estimator:

@@ -28,7 +28,8 @@ Program order makes the result deterministic. Dims without a split are replicate
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -178,6 +179,8 @@ def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> 
         costs[ranking[0]] = total.cost
         if total.is_less_than(least) if not order else total.cost < least.cost:
             best, order, least = ranked, ranking, total
+    # Without a ranking that is cheaper, the flow may have found one of them by itself.
+    order = order or next((r for r in rankings if costs[r[0]] == least.cost), [])
     if not order:
         return best, ()
     kept, *others = order
@@ -199,9 +202,11 @@ class _Dims:
     candidates: dict[Candidate, tuple[Any, int]]  # and the first tensor that has such a split
 
     def described(self, flow: Flow, candidate: Candidate) -> str:
-        """A candidate in terms of the first annotation that asks for it."""
+        """A candidate in terms of the first annotation that asks for it, or of a tensor."""
         var, dim = self.candidates[candidate]
-        where = f" ({source_of(flow.annotations[var])})" if var in flow.annotations else ""
+        makers = [e.eqn for e in flow.touching[var] if e.eqn and var in e.atoms[1]]
+        makers = [flow.annotations[var]] if var in flow.annotations else makers
+        where = f" ({source_of(makers[0])})" if makers else ""
         _, split = candidate
         return f"dim {dim} by {split.tiles} of {var.aval.str_short(short_dtypes=True)}{where}"
 
@@ -214,49 +219,95 @@ class _Dims:
 def _grouped(flow: Flow) -> _Dims:
     """Dims connected by operators form classes; classes with the same annotations form a group.
 
-    So the hidden dims of all layers are one group, though no operator connects them.
+    So the hidden dims of all layers are one group, though no operator connects them. Two dims of
+    one tensor are never of one class: of all pairs of rows, either row may be split, and the class
+    that is kept apart may have the splits of the one that it would be joined to.
     """
-    first, total = {}, 0
-    for var, splits in flow.given.items():
-        first[var] = total
-        total += len(splits)
-    parent = list(range(total))
-
-    def root(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = node = parent[parent[node]]
-        return node
-
-    for edge in flow.edges:
+    classes = _Classes(flow.given)
+    for edge in reversed(flow.edges):  # so that classes part at the tensor that both rows are of
         seen: dict[str, int] = {}
         for atom, names in zip(edge.variables, edge.dims.names, strict=True):
             for dim, name in enumerate(names):
                 if name and name[0] not in edge.factors.replicated:
-                    node = root(first[atom] + dim)
-                    other = root(seen.setdefault(name[0], node))
-                    low, high = min(node, other), max(node, other)
-                    parent[high] = low
-    anchors: dict[int, list[Any]] = {}
+                    node = classes.first[atom] + dim
+                    classes.join(seen.setdefault(name[0], node), node)
     numbers: dict[Split, int] = {}
+    anchors: dict[int, dict[Any, tuple[Split, Any, int]]] = {}
     for var in flow.closed:
         for dim, split in enumerate(flow.given[var]):
             if split:
                 number = numbers.setdefault(split, len(numbers))
-                anchor = (number, var.aval.shape, dim)
-                anchors.setdefault(root(first[var] + dim), []).append((anchor, split, var))
+                found = anchors.setdefault(classes.root(classes.first[var] + dim), {})
+                found.setdefault((number, var.aval.shape, dim), (split, var, dim))
+    parted, count = list(classes.parted()), 0
+    while count < (count := len(anchors)):
+        for node, other, (var, dim) in parted:
+            if node in anchors and other not in anchors:
+                anchors[other] = {
+                    (*key, var.aval.shape, dim): (split, var, dim)
+                    for key, (split, _, _) in anchors[node].items()
+                }
     by_anchors: dict[Any, int] = {}
     group_of: dict[int, int] = {}
     candidates: dict[Candidate, tuple[Any, int]] = {}
+    of_group: dict[int, set[Any]] = {}  # tensors
     for node in sorted(anchors):
-        known = frozenset(anchor for anchor, _, _ in anchors[node])
-        group = group_of[node] = by_anchors.setdefault(known, len(by_anchors))
-        for (_, _, dim), split, var in anchors[node]:
+        tensors, known = classes.members[node].keys(), frozenset(anchors[node])
+        for again in itertools.count():
+            group = by_anchors.setdefault((known, again), len(by_anchors))
+            if tensors.isdisjoint(of_group.setdefault(group, set())):
+                break
+        group_of[node] = group
+        of_group[group] |= tensors
+        for split, var, dim in anchors[node].values():
             candidates.setdefault((group, split), (var, dim))
     of = {
-        var: tuple(group_of.get(root(first[var] + d), _NONE) for d in range(len(splits)))
-        for var, splits in flow.given.items()
+        var: tuple([group_of.get(classes.root(first + d), _NONE) for d in range(len(splits))])
+        for (var, first), splits in zip(classes.first.items(), flow.given.values(), strict=True)
     }
     return _Dims(of, candidates)
+
+
+class _Classes:
+    """Dims that operators connect, numbered, with at most one dim of a tensor in each class."""
+
+    def __init__(self, tensors: Mapping[Any, Sequence[Any]]):
+        self.first: dict[Any, int] = {}  # the number of a tensor's first dim
+        self.members: list[dict[Any, int]] = []  # of a class: tensors, and which dim of each
+        for var, dims in tensors.items():
+            self.first[var] = len(self.members)
+            self.members += [{var: dim} for dim in range(len(dims))]
+        self.parent = list(range(len(self.members)))
+        self.apart: list[tuple[int, int, Any]] = []  # dims that are connected and of two classes
+
+    def root(self, node: int) -> int:
+        """The number of a class."""
+        parent = self.parent
+        while parent[node] != node:
+            parent[node] = node = parent[parent[node]]
+        return node
+
+    def join(self, one: int, other: int) -> None:
+        """Make one class of those of two dims, unless a tensor has a dim in either."""
+        one, other = self.root(one), self.root(other)
+        if one == other:
+            return
+        few, many = sorted((self.members[one], self.members[other]), key=len)
+        both = next((var for var in few if var in many), None)
+        if both is not None:
+            self.apart.append((one, other, both))
+            return
+        low, high = min(one, other), max(one, other)
+        self.parent[high] = low
+        self.members[low], self.members[high] = many, {}
+        many |= few
+
+    def parted(self) -> Iterator[tuple[int, int, tuple[Any, int]]]:
+        """Pairs of classes that were kept apart, both ways, and the second's dim of a tensor."""
+        for one, other, var in reversed(self.apart):
+            a, b = self.root(one), self.root(other)
+            yield a, b, (var, self.members[b][var])
+            yield b, a, (var, self.members[a][var])
 
 
 def _contested(spread: Spread, dims: _Dims) -> list[Candidate]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gshard
-from tests.oracle import kinds, random_array, sent
+from tests.oracle import check, even_split, kinds, random_array, sent
 
 B, S, V, M, F = 32, 64, 512, 64, 256
 
@@ -159,3 +159,40 @@ def test_a_conflict_names_what_lost_and_what_it_would_have_cost():
     assert "test_conflicts.py:" in conflict.lost
     assert conflict.cost < conflict.instead
     assert f"{conflict.instead:,.0f}" in str(conflict)
+
+
+def weighted(apart):
+    """Forces, by a difference that is used twice."""
+    return apart / (1 + (apart**2).sum(-1, keepdims=True))
+
+
+PAIRS = {
+    "by columns first": lambda x, y: weighted(x[None] - y[:, None]).sum(1),
+    "by rows first": lambda x, y: weighted(x[:, None] - y[None]).sum(1),
+    "summed over rows": lambda x, y: weighted(x[:, None] - y[None]).sum(0),
+    "by vmap": lambda x, y: jax.vmap(
+        lambda a: jax.vmap(lambda b: weighted(a - b))(x).sum(0), out_axes=0
+    )(y),
+    "attention": lambda x, y: jax.nn.softmax(-weighted(x[:, None] - y[None]).sum(-1), 1) @ x,
+}
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_are_split_by_the_row_that_is_cheaper(name, twice):
+    """All rows are sent to every device, and nothing else, whichever operand is first."""
+
+    def fn(x):
+        one = gshard.split(x, 0, 8)
+        return PAIRS[name](one, gshard.split(x, 0, 8) if twice else one)
+
+    x = random_array((510, 3))
+    lowered = gshard.jit(fn).lower(x)
+    assert kinds(lowered) == {"all_gather": 1}
+    assert sent(lowered) == 64 * 3 * 4 * 7
+    (conflict, *_) = lowered.conflicts
+    assert conflict.cost < conflict.instead
+    assert "by 8 of f32[510" in conflict.kept
+    assert "test_conflicts.py:" in conflict.lost
+    if name == "by columns first":
+        check(PAIRS[name], x, x, inputs=[even_split(2, 0, 8)] * 2, rtol=1e-3, atol=1e-3)
