@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from gshard.graph.regions import runs_of
 
 _PACKAGE = Path(__file__).parents[1]
 _UNLIKELY = "gshard unlikely"
+_IS_LIBRARY = "site-packages"  # in the path of a file that is not the user's own
 
 # gshard's frames are not user code, except those of these packages.
 _PROGRAMS = ("mt", "nn", "models")
@@ -58,7 +59,13 @@ def span_of(eqn: JaxprEqn) -> tuple[str, int, int, int, int] | None:
 
 def _user_line(source_info: Any) -> str:
     frame = _user_frame(source_info.traceback)
-    return f"{shown_path(frame.file_name)}:{frame.start_line}" if frame else "unknown"
+    return shown_line([(frame.file_name, frame.start_line)] if frame else [])
+
+
+def shown_line(frames: Sequence[tuple[str, int]]) -> str:
+    """`file:line` of the user's among stack frames, the innermost first; "unknown" without any."""
+    own = [f for f in frames if _IS_LIBRARY not in f[0]]
+    return f"{shown_path((own or frames)[0][0])}:{(own or frames)[0][1]}" if frames else "unknown"
 
 
 def shown_path(path: str) -> str:
@@ -77,7 +84,7 @@ def _from_folder(path: str, folder: str) -> str:
 @cached
 def _user_frame(traceback: Any) -> Any:
     frames = list(source_info_util.user_frames(traceback))
-    own = [f for f in frames if "site-packages" not in f.file_name]
+    own = [f for f in frames if _IS_LIBRARY not in f.file_name]
     return (own or frames or [None])[0]
 
 
@@ -98,7 +105,7 @@ def at_line_of(caller: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
 def _closeness(traceback: Any) -> int:
     """2 for a line of the user's own code, 1 for one of a library's, 0 for none."""
     frame = _user_frame(traceback)
-    return 0 if frame is None else 1 + ("site-packages" not in frame.file_name)
+    return 0 if frame is None else 1 + (_IS_LIBRARY not in frame.file_name)
 
 
 def reason_of(eqn: JaxprEqn) -> Reason:
