@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,7 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 S = TypeVar("S")
+_FREEZING = threading.Lock()
 
 
 @overload
@@ -383,14 +385,18 @@ def _collecting_new_objects_alone() -> Iterator[None]:
 
     It makes many objects, so that the collector would look at all of the process's, more than once.
     """
-    if gc.get_freeze_count():  # the user's own, or a lowering around this one
+    if not _FREEZING.acquire(blocking=False):  # a lowering around this one, or another thread's
         yield
         return
-    gc.freeze()
+    free = not gc.get_freeze_count()  # else the user has frozen objects, which stay so
+    if free:
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if free:
+            gc.unfreeze()
+        _FREEZING.release()
 
 
 @_jax.weakref_cache

@@ -1,6 +1,6 @@
 """Eight virtual devices, quick Hypothesis settings, and padding that is poison."""
 
-import gc
+import collections
 import os
 from pathlib import Path
 
@@ -28,7 +28,7 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
-settings.register_profile("quick", settings.get_profile("thorough"), max_examples=5)
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=3)
 settings.load_profile("quick")
 
 
@@ -44,6 +44,13 @@ def poison(dtype):
 
 SHARING = {"mt/training": "training"}  # folders in which all files share what is trained
 HERE = Path(__file__).parent
+# Folders and files whose cases compile a program each.
+COMPILING = {
+    "autosharding", "benchmarks", "capture", "checking", "contrib", "moving", "nn", "planning",
+    "programs", "propagation", "reproducible", "rules", "tensors", "test_habits.py",
+    "test_manual.py", "test_memory_layouts.py", "test_one_sum.py",
+    "test_repeated_calls.py", "test_transformations.py",
+}  # fmt: skip
 # Training of thousands of steps, what is compared with XLA's own plan of memory, and functions that
 # round otherwise when they are not optimized.
 OPTIMIZED = {
@@ -54,18 +61,22 @@ OPTIMIZED = {
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Tests of models that share what was compiled or trained run in one process."""
+    """Tests of models that share what was compiled or trained run in one process.
+
+    A function with many cases runs a third of them; the others are slow tests.
+    """
+    families = collections.defaultdict(list)
     for item in items:
         place = item.path.relative_to(HERE)
+        if place.parts[0] in COMPILING and not item.get_closest_marker("slow"):
+            families[item.nodeid.partition("[")[0]].append(item)
         if place.parts[0] in ("mt", "nn"):
             group = SHARING.get(str(place.parent), str(place))
             item.add_marker(pytest.mark.xdist_group(group))
-
-
-def pytest_collection_finish():
-    """What was imported and collected stays: the garbage collector need not visit it again."""
-    gc.collect()
-    gc.freeze()
+    for family in families.values():
+        for i, item in enumerate(family if len(family) > 3 else ()):
+            if i % 3:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -41,7 +41,14 @@ def check(page, found, folder):
         assert alike, f"line {block.line} of {documents.name(page)} prints\n{got}"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if running(p)], ids=documents.name)
+def _pages_that_run():
+    """Pages with blocks that run; two of three are left to the slow tests."""
+    for i, page in enumerate(p for p in PAGES if running(p)):
+        marks = [pytest.mark.slow] if i % 3 else []
+        yield pytest.param(page, id=documents.name(page), marks=marks)
+
+
+@pytest.mark.parametrize("page", list(_pages_that_run()))
 def test_python_blocks_run_and_print_what_the_page_shows(page, tmp_path):
     check(page, running(page), tmp_path)
 

@@ -36,6 +36,7 @@ def test_a_handful_of_annotations_is_as_good_as_all(case):
     assert jitted.lower(*program.arguments).forecast().serial_seconds > 1.01 * best.seconds
 
 
+@pytest.mark.slow
 def test_a_memory_limit_is_kept_with_few_annotations():
     """Propagation alone leaves the scores replicated, which is too much."""
     layout = auto(

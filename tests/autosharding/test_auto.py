@@ -92,6 +92,7 @@ def apply(weights, x):
     return x
 
 
+@pytest.mark.slow
 def test_less_memory_costs_time_until_nothing_fits():
     weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 4
     args = weights, jax.ShapeDtypeStruct((32768, 2048), jnp.float32)
@@ -145,6 +146,7 @@ def test_what_people_try_first_is_tried_before_the_solver(monkeypatch):
     assert layout.seconds <= _seconds(data_parallel, args)
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(
     batch=st.sampled_from([8, 512, 16384]),
@@ -218,6 +220,7 @@ def test_tensors_inside_are_annotated_by_line(tmp_path):
         gshard.jit(lambda x: x + 1, annotations=layout).lower(args[0])
 
 
+@pytest.mark.slow
 def test_a_state_keeps_its_sharding():
     """Without annotations of results the second step would begin with a reshard."""
     layout = gshard.auto(step, *arguments(16, 1024, 4096), devices=8, hardware="h100")
@@ -226,6 +229,7 @@ def test_a_state_keeps_its_sharding():
     assert any(max(s.tiles) > 1 for s in made)
 
 
+@pytest.mark.slow
 def test_what_each_annotation_saves_is_what_a_step_takes_without_it():
     args = arguments(8192)
     layout = gshard.auto(step, *args, devices=8, hardware="h100")

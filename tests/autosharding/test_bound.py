@@ -116,6 +116,7 @@ def test_the_best_of_all_layouts_of_many_programs(program, devices):
     _check(program, devices)
 
 
+@pytest.mark.slow
 @settings(max_examples=2, deadline=None)
 @given(programs(), st.sampled_from([2, 3]))
 def test_the_best_of_all_layouts_of_a_few_programs(program, devices):
@@ -184,6 +185,7 @@ def test_a_bound_that_the_best_layout_meets(devices):
     _check(("met", fn, (struct(16_384, 64), struct(64, 1024), struct(64, 64))), devices)
 
 
+@pytest.mark.slow
 def test_each_of_two_arguments_of_one_shape_is_tried():
     """The best layout splits the second one alone."""
 

@@ -82,7 +82,8 @@ def _moved(layout, move):
     )
 
 
-@pytest.mark.parametrize("rows", [64, pytest.param(16_384, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [64, 16_384])
 def test_neither_scanned_nor_unrolled_layers_miss_a_layout_of_the_other(rows):
     """The layout of a scan, given to unrolled layers, is no faster there than the one found for
     them, and the other way round."""
@@ -139,6 +140,7 @@ def product(x, w):
     return jnp.einsum("abk,kn->abn", x, w)
 
 
+@pytest.mark.slow
 def test_three_axes_together():
     """Three dims of 2 rows or columns: only a mesh of three axes uses all 8 devices."""
     args = struct(2, 2, 65_536), struct(65_536, 2)

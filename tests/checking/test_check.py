@@ -44,6 +44,7 @@ def model(x, w, v):
 MODEL = (13, 6), (6, 20), (20, 5)
 
 
+@pytest.mark.slow
 def test_a_model():
     args = [random_array(shape, jnp.bfloat16, seed) for seed, shape in enumerate(MODEL)]
     report = gshard.check(model, *args, devices=D)

@@ -164,6 +164,7 @@ def test_explain_says_for_which_hardware_and_leaves_out_the_step_around_it(tmp_p
     assert "reshard[" in next((tmp_path / "stages").glob("*-plan.txt")).read_text()
 
 
+@pytest.mark.slow
 def test_what_steers_a_terminal_is_spelt_out(tmp_path, monkeypatch, capsys):
     """In the name of a function, of its file, and in its error."""
     renamed = LAYER.replace("def layer", "def clears")

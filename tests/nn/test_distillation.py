@@ -46,6 +46,7 @@ def test_the_loss_is_that_of_the_formula(T, chunks, V, seed):
     np.testing.assert_allclose(found, by_formula(x, table, taught, weights), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_in_slices_are_those_of_all_logits_at_once():
     x, table, taught, weights = example()
     found = jax.grad(teacher_nll, (0, 1))(x, table, taught, weights, 3)
@@ -72,6 +73,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn():
         np.testing.assert_allclose(leaf, 0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_share_mixes_labels_and_teacher():
     model, teacher = (models.model(models.config(experts=0), seed) for seed in (0, 1))
     batch = models.batch()

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,6 +53,7 @@ def layer(exchange, strategy):
     return jax.value_and_grad(loss), moe
 
 
+@pytest.mark.slow
 def test_bytes_of_the_exchange():
     """A quarter of float32's; gradients' sums and the rest stay as they are."""
     x = random_array((16, 8, 16))

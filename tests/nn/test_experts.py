@@ -182,7 +182,8 @@ def plain_loop(moe, x, routing, weight, keep):
     return y
 
 
-@pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [1, 2])
 def test_output_masking_leaves_out_single_choices_of_tokens_in_training_alone(top_k):
     x, mask = inputs()
     settings = {"capacity_factor": 1.0, "top_k": top_k}

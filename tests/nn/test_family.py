@@ -36,6 +36,7 @@ def state_shapes(model, optimizer):
     return jax.eval_shape(lambda m: TrainState(m, optimizer.init(m), zero), model.shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["moe_128e_12l", "moe_2048e_36l"])
 def test_training_step_traces_from_shapes_alone(name):
     model, optimizer = FAMILY[name], adafactor()

@@ -26,6 +26,7 @@ EQUATIONS = {  # of the layers, with the axes of the weight that they sum over
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     equation=st.sampled_from(sorted(EQUATIONS)),
@@ -74,12 +75,13 @@ def test_the_kernel_is_its_reference(relu):
     assert np.all(np.asarray(found)[3:] == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {"experts": 4, "stacked": False},
-        pytest.param({"experts": 0, "biases": True}, marks=pytest.mark.slow),
-        pytest.param({"experts": 4, "shared_hidden_dim": 6}, marks=pytest.mark.slow),
+        {"experts": 0, "biases": True},
+        {"experts": 4, "shared_hidden_dim": 6},
     ],
     ids=str,
 )

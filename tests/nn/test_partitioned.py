@@ -33,13 +33,14 @@ def bytes_per_device(lowered) -> int:
     return sum(math.prod(s.local_shape(a.shape)) * 4 for s, a in zip(shardings, avals, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
         ("moe_2048e_36l", "none"),
-        pytest.param("moe_128e_12l", "layer", marks=pytest.mark.slow),
-        pytest.param("moe_2048e_36l", "layer", marks=pytest.mark.slow),
-        pytest.param("moe_128e_12l", "none", marks=pytest.mark.slow),
+        ("moe_128e_12l", "layer"),
+        ("moe_2048e_36l", "layer"),
+        ("moe_128e_12l", "none"),
     ],
 )
 def test_four_all_to_all_per_layer_and_six_with_rematerialization(name, remat):

@@ -33,7 +33,8 @@ def kernels(text):
     }
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 8])
 def test_the_text_is_that_of_the_target_on_any_host(devices, monkeypatch):
     """One and eight devices have the same kernels: attention, normalization and loss."""
     here = lowered(devices, "h200").as_text()

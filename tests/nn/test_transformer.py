@@ -73,6 +73,7 @@ def test_packed_sequences_equal_separate_ones():
     )
 
 
+@pytest.mark.slow
 def test_decoding_step_by_step_equals_the_whole_forward_pass():
     model, run = forward()
     batch = models.batch()

@@ -253,6 +253,7 @@ def test_files_of_a_run_before_are_not_taken_for_processes(tmp_path):
     assert position.newest == (Site("step", 0, "all_reduce", "a.py:1"),)
 
 
+@pytest.mark.slow
 def test_a_stopped_process_and_a_call_left_out_are_named():
     """Two processes, in which hangs are planted."""
     run = [sys.executable, "-m", "benchmarks.hangs", "--processes", "2"]

@@ -97,6 +97,7 @@ def test_rows_that_are_used_otherwise_too_are_reduced():
     assert sent(low) == 2 * K * BAG * 7 // 8
 
 
+@pytest.mark.slow
 @given(st.data(), st.sampled_from([n for n in WEIGHTED if n not in ("a loop", "in segments")]))
 @settings(max_examples=10)
 def test_any_sizes_and_splits(data, name):

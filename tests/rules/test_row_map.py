@@ -98,6 +98,7 @@ def chains(draw):
     return fn, random_array(shape), devices, draw(split), draw(split)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(chains(), st.booleans())
 def test_any_chain(case, with_gradient):

@@ -85,13 +85,9 @@ def test_partial_sums_count():
     assert tight.cost > inner.cost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [
-        (700 * MB, 6.0),
-        pytest.param(480 * MB, 60.0, marks=pytest.mark.slow),
-        pytest.param(550 * MB, 60.0, marks=pytest.mark.slow),
-    ],
+    ("limit", "seconds"), [(700 * MB, 6.0), (480 * MB, 60.0), (550 * MB, 60.0)]
 )
 def test_no_layout_exceeds_its_limit(limit, seconds):
     layout = gshard.auto(

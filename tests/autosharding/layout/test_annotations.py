@@ -15,6 +15,7 @@ from tests.autosharding.test_auto import arguments, step
 from tests.oracle import random_array
 
 
+@pytest.mark.slow
 def test_files(tmp_path):
     layout = gshard.auto(step, *arguments(8192), devices=8, hardware="h100")
     path = tmp_path / "layout.json"

@@ -25,6 +25,7 @@ def clumsy(texts):
     return [len(text) + len(text) ** 2 // 50 for text in texts]
 
 
+@pytest.mark.slow
 @given(
     text=st.text(st.sampled_from("abeé .,!?\n。”\uff0c\u2028\u0301"), max_size=200) | st.text(),
     longest=st.integers(1, 40),

@@ -6,6 +6,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ def table_step(xp, table, config):
     return step
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     beam=st.integers(1, 5),

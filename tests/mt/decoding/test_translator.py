@@ -134,6 +134,7 @@ def test_odd_unicode(translator):
     assert well_formed("\ud83d\ude00\ud83d") == "😀\ufffd"
 
 
+@pytest.mark.slow
 def test_long_text_is_the_translation_of_its_pieces(translator, tokenizer):
     text = "The river saw the bridge today. " * 8 + "x" * 200
     pieces = translator.pieces(text)

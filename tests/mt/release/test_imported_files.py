@@ -210,6 +210,7 @@ def changed(value, data):
     return data.draw(ODD)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_whatever_its_json_holds(data, whole, tmp_path_factory):

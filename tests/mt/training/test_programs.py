@@ -20,6 +20,7 @@ def batch():
     return {name: np.asarray(x) for name, x in models.batch()._asdict().items()}
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_step_fits_is_refused(corpus, batch):
     with pytest.raises(ValueError, match="bytes on each device even with rematerialization"):
         made(corpus, 1000).compile(batch)
