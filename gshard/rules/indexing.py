@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
@@ -222,7 +223,11 @@ def _look_up(eqn: JaxprEqn, windows: IndexedWindows) -> jax.Array:
     (starts, inside), sizes, roles = windows.starts, windows.sizes, windows.roles
     x = windows.with_margins
     clamped = [
-        lax.clamp(0, start + (sizes[d] - 1 if d in windows.cut else 0), x.shape[d] - sizes[d])
+        lax.clamp(
+            np.int32(0),
+            start + (sizes[d] - 1 if d in windows.cut else 0),
+            np.int32(x.shape[d] - sizes[d]),  # a number of Python is 64 bits wide under `x64`
+        )
         for d, start in starts.items()
     ]
     params = eqn.params | {
