@@ -181,8 +181,16 @@ class Jitted(Generic[P, R]):
 
     @_jax.api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """The partitioned program as JAX's own stage, on logical values: for `jax.export`."""
-        return self.lower(*args, **kwargs).logical()
+        """The partitioned program as JAX's own stage, on logical values: for `jax.export`.
+
+        With symbolic dims, which JAX cannot run inside of manual regions, it is the program with
+        sharding constraints instead, for XLA to partition when a size is known.
+        """
+        _, leaves = _jax.parse_arguments(self._known, args, kwargs)
+        if all(isinstance(n, int) for leaf in leaves for n in getattr(leaf, "shape", ())):
+            return self.lower(*args, **kwargs).logical()
+        inlined = jax.jit(lambda *args, **kwargs: self._inlined(args, kwargs, leaves))
+        return inlined.trace(*args, **kwargs)
 
     @_jax.api_boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +259,7 @@ class Jitted(Generic[P, R]):
             if not all(isinstance(n, int) for n in shape):
                 raise ValueError(
                     f"gshard.jit plans tiles for known sizes, and an argument has the shape "
-                    f"({', '.join(map(str, shape))}): export it once for each size"
+                    f"({', '.join(map(str, shape))}): jax.export takes it"
                 )
         mesh = mesh_of([*leaves, *self._keywords.shardings])
         order = self._order(mesh)

@@ -47,8 +47,10 @@ _DIFFERS = {
     "inside of another trace": "a function of `gshard.jit` is its annotated program. Under "
     "`gshard.jit` the annotations stay; under `jax.jit` and the transformations they become "
     "sharding constraints for XLA",
-    "`jax.export`": "arguments and results that do not divide are replicated; symbolic "
-    "dims are refused: a plan is for sizes that are known",
+    "`jax.export`": "arguments and results that do not divide are replicated. With a symbolic "
+    "dim the annotations are exported as sharding constraints, which XLA carries out when the size "
+    "is known (JAX does not run symbolic dims inside of manual regions); a split of that dim is "
+    "refused",
     "`serialize_executable`": "refuses programs that close over arrays or whose arguments or "
     "results do not divide",
 }

@@ -165,6 +165,13 @@ def with_shardings(fun: Callable[..., Any], arguments: Any, results: Any) -> Cal
 
     They are those of `in_shardings` and `out_shardings`; None leaves a value open.
     """
+    for name, given in (("in_shardings", arguments), ("out_shardings", results)):
+        for leaf in jax.tree.leaves(given, is_leaf=_is_sharding):
+            if not _is_sharding(leaf):
+                raise TypeError(
+                    f"{name} has {leaf!r}, and takes trees of NamedSharding, PartitionSpec, "
+                    "Format, gshard.Sharding or None"
+                )
     if arguments is None and results is None:
         return fun
 

@@ -253,7 +253,14 @@ def annotate(tensor: Any, annotation: Annotation) -> Any:
                 "values and XLA partitions nothing; annotate the tensors outside of the region, "
                 "and call a function without annotations inside"
             )
-        return constrained(tensor, annotation.resolve(order.count), order.devices)
+        sharding = annotation.resolve(order.count)
+        for n, tiles in zip(tensor.shape, sharding.tiles, strict=True):
+            if tiles > 1 and not isinstance(n, int):
+                raise ValueError(
+                    f"{here()}: {annotation} splits a dim of the size {n}, which is not known: "
+                    "export the function once for each size, or split other dims"
+                )
+        return constrained(tensor, sharding, order.devices)
     marked = annotate_p.bind(tensor, annotation=annotation)
     known = _annotated.get()
     if known is not None:

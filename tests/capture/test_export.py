@@ -75,7 +75,29 @@ def test_artifacts_on_the_mesh_of_the_user(given, sizes, kind):
         artifact.out_shardings_jax(mesh)
 
 
-def test_export_refuses_symbolic_dims():
+def test_symbolic_dims_that_are_not_split():
+    def layer(x, w, b):
+        w = gshard.split(w, 1, 8)
+        y = jax.nn.softmax(jnp.tanh(gshard.replicate(x) @ w) + b, 0)
+        return jnp.pad(y, ((1, 0), (0, 0)))[1:], y.reshape(-1)
+
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 4"), np.float32)
+    w, b = random_array((4, 16)), random_array((16,))
+    exported = jax.export.export(gshard.jit(layer))(rows, w, b)
+    assert exported.nr_devices == 8
+    artifact = jax.export.deserialize(exported.serialize())
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    everywhere = NamedSharding(mesh, P())
+    for count in (3, 8):
+        args = (random_array((count, 4)), w, b)
+        got = jax.jit(artifact.call)(*jax.device_put(args, everywhere))
+        close(got, jax.jit(layer)(*args))
+
+
+def test_a_symbolic_dim_that_is_split_is_named():
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), np.float32)
-    with pytest.raises(ValueError, match=r"has the shape \(b, 4\): export it once for each size"):
-        jax.export.export(gshard.jit(double))(shape)
+    wanted = r"test_export.py:\d+: split\(.*\) splits a dim of the size b, which is not known"
+    with pytest.raises(ValueError, match=wanted):
+        jax.export.export(gshard.jit(lambda x: gshard.split(x, 0, 8)))(shape)
+    with pytest.raises(ValueError, match=r"has the shape \(b, 4\): jax.export takes it"):
+        gshard.jit(double).lower(shape)

@@ -296,3 +296,10 @@ def test_messages_about_keywords_name_them():
     fn = gshard.jit(part, out_shardings=rows)
     with pytest.raises(ValueError, match=r"^out_shardings: P\('d',?\) conflicts with the manual"):
         fn(random_array((16, 4)))
+
+
+@pytest.mark.parametrize("keyword", ["in_shardings", "out_shardings"])
+@pytest.mark.parametrize("given", ["a", 3, ["x"], {"q": 1}])
+def test_what_is_no_sharding_is_named_at_once(keyword, given):
+    with pytest.raises(TypeError, match=f"{keyword} has .*, and takes trees of NamedSharding"):
+        gshard.jit(lambda x: x, **{keyword: given})
