@@ -26,6 +26,7 @@ if _typing.TYPE_CHECKING:
         partition_id,
     )
     from gshard.moving.inventory import Collective
+    from gshard.pipelining.api import pipeline
     from gshard.runtime.compiled import Compiled
     from gshard.runtime.stages import Lowered
     from gshard.tensors.annotate import replicate, shard, split
@@ -60,6 +61,7 @@ __all__ = [
     "manual",
     "manual_to_auto_spmd_partition",
     "partition_id",
+    "pipeline",
     "register_rule",
     "replicate",
     "shard",
@@ -81,6 +83,7 @@ _lazy.attach(
             "auto_to_manual_spmd_partition manual_to_auto_spmd_partition partition_id"
         ),
         "gshard.moving.inventory": "Collective",
+        "gshard.pipelining.api": "pipeline",
         "gshard.checking.replaying.replay": "Replay",
         "gshard.runtime.compiled": "Compiled",
         "gshard.runtime.stages": "Lowered",

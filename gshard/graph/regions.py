@@ -29,6 +29,7 @@ CALLS = {
     **dict.fromkeys(private_primitives("lax.lax", "composite_p"), COMPOSITE_BODY),
 }
 LOOPS = (p.scan_p, p.while_p, p.cond_p)  # their bodies are partitioned like any program
+FLATTENED = {*LOOPS}  # their bodies are flattened; packages above add operators of their own
 
 P = ParamSpec("P")
 Link = tuple[Any, Any, int]  # two variables with the same dims; the first has `int` more, leading

@@ -216,7 +216,7 @@ def collective_permute(
 ) -> jax.Array:
     """Send along the (source, destination) pairs; zeros where nothing arrives."""
     raw, back = _sendable(x)
-    return back(communicate(CollectivePermute(reason, tuple(pairs)), raw, place))
+    return back(communicate(CollectivePermute(reason, place.in_all_blocks(pairs)), raw, place))
 
 
 def _covers_evenly(place: Place, groups: Members) -> bool:
@@ -237,7 +237,7 @@ def sent_in_groups(kind: str, size: int, members: int, groups: int, num_devices:
 
 def _covering(place: Place, groups: Members, even: bool = True) -> Groups:
     """The groups, and groups of the devices that are in none of them."""
-    return _with_idle(tuple(map(tuple, groups)), place.num_devices, even)
+    return place.in_all_blocks(_with_idle(tuple(map(tuple, groups)), place.num_devices, even))
 
 
 @cached

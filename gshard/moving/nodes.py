@@ -73,8 +73,8 @@ class TensorNode(Node):
 
 def communicate(node: Node, array: jax.Array, place: Place) -> jax.Array:
     """Add a node to the plan that is being traced; returns its result."""
-    if not place.planned:
-        return node.run(place, array)
+    if not place.planned or (place.blocks > 1 and node.needs_device):
+        return node.run(place, array)  # in blocks only collectives are nodes, each over all blocks
     if node.needs_device:
         return _primitive(type(node)).bind(array, place.device_id(), node=node)
     return add_node(node, array)

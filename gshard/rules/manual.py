@@ -110,7 +110,7 @@ def run_over_groups(
     place: Place, arrays: Sequence[jax.Array], primitive: Primitive, settings: Any, groups: Groups
 ) -> Sequence[jax.Array]:
     """A collective that named axes: the primitive itself, over groups of devices or their pairs."""
-    params = dict(settings)
+    params, groups = dict(settings), place.in_all_blocks(groups)
     if primitive is p.ppermute_p:
         params |= {"axis_name": place.axes, "perm": groups}
     else:

@@ -6,6 +6,7 @@ by the device's own number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +21,8 @@ from gshard._jax import mlir
 from gshard.graph.caching import cached
 from gshard.tensors import padding
 from gshard.tensors.sharding import Split
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,18 @@ mlir.register_lowering(lookup_p, mlir.lower_fun(_lookup, multiple_results=False)
 
 @dataclass(frozen=True)
 class Place:
-    """The devices of a program, and this device among them: what differs per device is data."""
+    """The devices of a program, and this device among them: what differs per device is data.
+
+    Where the devices are in `blocks`, as the stages of a pipeline are, `num_devices` is the size of
+    a block, and the same program runs in each, on values of its own.
+    """
 
     axes: tuple[str, ...]
     num_devices: int
     known: dict[Any, Any] = field(default_factory=dict, compare=False)
     made: dict[Any, Any] = field(default_factory=dict, compare=False)  # `moving.recompute.Made`
     planned: bool = True  # False: collectives are called at once, and are not nodes of a plan
+    blocks: int = 1
 
     def inner(self) -> Place:
         """The same devices for the body of a loop or branch, which may not leak values out."""
@@ -77,8 +85,16 @@ class Place:
     def device_id(self) -> jax.Array:
         """The id of this device, at run time."""
         if "id" not in self.known:
-            self.known["id"] = lax.axis_index(self.axes)
+            number = lax.axis_index(self.axes)
+            self.known["id"] = number % self.num_devices if self.blocks > 1 else number
         return self.known["id"]
+
+    def in_all_blocks(self, groups: Sequence[tuple[int, ...]]) -> Groups:
+        """Groups of devices, or pairs of them, of every block."""
+        if self.blocks == 1:
+            return tuple(groups)
+        firsts = range(0, self.blocks * self.num_devices, self.num_devices)
+        return tuple(tuple(first + d for d in group) for first in firsts for group in groups)
 
     def lookup(self, table: np.ndarray) -> jax.Array | int:
         """Row `device_id` of a table with a row per device; a plain int if all rows are equal."""
@@ -112,9 +128,6 @@ class Place:
     def of_tile(self, split: Split, table: np.ndarray) -> jax.Array | int:
         """The row of the tile that this device holds, of a table with a row per tile."""
         return self.lookup(table[split.own])
-
-
-Groups = tuple[tuple[int, ...], ...]
 
 
 def groups_by(key: np.ndarray, order: np.ndarray) -> Groups:

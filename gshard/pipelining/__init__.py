@@ -1,0 +1,1 @@
+"""Pipelines: schedules as tables, run by one program for all stages."""

@@ -1,0 +1,74 @@
+"""`gshard.pipeline` says in one line what is wrong with what it was given."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gshard
+from gshard.pipelining.api import balanced
+from tests.pipelining.programs import dense, loss_of, make_dense
+
+WEIGHTS, X, TARGETS = make_dense(layers=4, batch=8)
+
+
+def call(weights=WEIGHTS, x=X, block=dense, head=loss_of, targets=TARGETS, **settings):
+    settings = {"stages": 2, "microbatches": 4, **settings}
+    return gshard.pipeline(block, weights, x, head=head, targets=targets, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"stages": 8, "microbatches": 8}, "4 layers cannot be in 8 parts"),
+        ({"schedule": "zbv", "stages": 3}, "4 layers cannot be in 6 parts"),
+        ({"microbatches": 3}, "the 8 rows of x do not divide into 3 microbatches"),
+        ({"microbatches": 0}, "microbatches=0: at least 1"),
+        ({"block": lambda w, x: x[:1]}, r"block returns float32\[1,8\], but takes float32\[2,8\]"),
+        ({"head": lambda y, t: y - t}, r"head returns float32\[2,8\]; allowed are scalars"),
+        ({"schedule": "2f2b"}, "allowed are 'gpipe', '1f1b'"),
+        ({"schedule": "F0 . B0 W0\n. . . ."}, "never does F0 of stage 1"),
+        (
+            {"schedule": "F0 .  .  B0 W0\n.  F0 B0 W0 ."},
+            "for 2 stages and 1 microbatches, not for 2 an",
+        ),
+        ({"targets": TARGETS[:4]}, "x has 8 rows, and targets have 4"),
+        ({"weights": {**WEIGHTS, "in": WEIGHTS["in"][:3]}}, "the leading dim of all has to be the"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_line(settings, said):
+    with pytest.raises(ValueError, match=said) as error:
+        call(**settings)
+    assert "test_api.py:" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_stages_divide_the_devices_and_annotations_are_within_a_stage():
+    with pytest.raises(ValueError, match="3 stages on 8 devices; allowed are divisors of 8"):
+        gshard.jit(lambda: call(stages=3)).lower()
+
+    def wide(w, x):
+        return gshard.split(dense(w, x), 1, 8)
+
+    with pytest.raises(ValueError, match="over devices of several stages; a stage has 4 of the 8"):
+        gshard.jit(lambda: call(block=wide)).lower()
+
+
+def test_targets_have_no_gradient():
+    with pytest.raises(ValueError, match="targets have no gradient"):
+        jax.grad(lambda targets: call(targets=targets))(TARGETS)
+
+
+def test_layers_are_balanced_with_the_head():
+    assert balanced(8, 4, 0.0) == (2, 2, 2, 2)
+    assert balanced(8, 4, 1.0) == (2, 2, 2, 2)
+    assert balanced(11, 4, 1.0) == (3, 3, 3, 2)
+    assert balanced(8, 4, 3.5) == (3, 2, 2, 1)
+    assert balanced(7, 3, 0.0) == (3, 2, 2)
+
+
+def test_what_has_no_gradient_is_left_alone():
+    def loss(weights, x):
+        return call(weights, x, head=lambda y, t: jnp.sum(jax.lax.stop_gradient(y)))
+
+    grads = jax.jit(jax.grad(loss, (0, 1)))(WEIGHTS, X)
+    assert all(not g.any() for g in jax.tree.leaves(grads))

@@ -1,0 +1,113 @@
+"""Pipelines on devices: values, gradients, what is sent, and memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from gshard.pipelining.schedules import NAMES, make
+from tests.pipelining.programs import dense, loss_of, make_dense, piped, plain
+
+
+def close(found, wanted):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-5, atol=5e-5), found, wanted)
+
+
+def compare(block, arguments, devices=8, **settings):
+    """The lowered gradient of a pipeline, whose values are those of the layers in order."""
+    found = gshard.jit(
+        jax.value_and_grad(piped(block, **settings), (0, 1)), devices=jax.devices()[:devices]
+    )
+    close(found(*arguments), jax.jit(jax.value_and_grad(plain(block), (0, 1)))(*arguments))
+    return found.lower(*arguments)
+
+
+def test_a_mesh_of_stages_and_data():
+    """Layers that do not divide, a batch split within the stages: gradients are summed once."""
+
+    def block(w, x):
+        return dense(w, gshard.split(x, 0, 2))
+
+    arguments = make_dense(layers=6, batch=16)
+    lowered = compare(block, arguments, stages=4, microbatches=8, schedule="zb-h1")
+    permutes = [c for c in lowered.collectives if c.kind == "collective_permute"]
+    assert {c.bytes for c in permutes} == {1 * 8 * 4}  # of a microbatch's 2 rows, one a device
+    inside = [c for c in lowered.collectives if c.kind != "collective_permute" and c.count > 1]
+    assert not inside, inside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("layers", [16, 19])
+def test_every_schedule(name, stages, layers):
+    arguments = make_dense(layers=layers, batch=16)
+    compare(dense, arguments, stages=stages, microbatches=8, schedule=name)
+
+
+@pytest.mark.slow
+def test_a_table_of_ones_own_and_an_interleaved_one_of_three_chunks():
+    arguments = make_dense(layers=6, batch=16)
+    own = make("1f1b", 2, 4).text
+    compare(dense, arguments, stages=2, microbatches=4, schedule=own)
+    chunks = make("interleaved", 2, 4, 3)
+    compare(dense, arguments, stages=2, microbatches=4, schedule=chunks)
+
+
+@pytest.mark.slow
+def test_layers_split_within_a_stage_and_rematerialized():
+    """Tensor parallelism inside: collectives of a layer are between the devices of a stage."""
+
+    def block(w, x):
+        w = {"in": gshard.split(w["in"], 1, 4), "out": gshard.split(w["out"], 0, 4)}
+        return dense(w, x)
+
+    arguments = make_dense(layers=4, batch=16)
+    for layer in (block, jax.checkpoint(block)):
+        lowered = compare(layer, arguments, stages=2, microbatches=4)
+        sums = [c for c in lowered.collectives if c.kind == "all_reduce" and c.count > 1]
+        assert {c.group_size for c in sums} == {4}
+
+
+@pytest.mark.slow
+def test_closures_keys_and_outputs_in_stages():
+    weights, x, targets = make_dense(layers=4, batch=16)
+    gain = jnp.linspace(0.5, 1.5, 8)
+    weights = {**weights, "key": jax.random.split(jax.random.key(3), 4)}
+    rows = jnp.arange(16)
+
+    def outputs(weights, gain, x):
+        def block(w, x):
+            h, rows = x
+            keys = jax.vmap(functools.partial(jax.random.fold_in, w["key"]))(rows)
+            kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, h.shape[1:]))(keys)
+            return dense(w, h) * gain * kept, rows
+
+        return gshard.pipeline(block, weights, (x, rows), stages=4, microbatches=4)[0]
+
+    def loss(floats, gain, x):
+        return loss_of(outputs({**weights, **floats}, gain, x), targets)
+
+    floats = {k: weights[k] for k in ("in", "out")}
+    step = jax.value_and_grad(loss, (0, 1, 2))
+    close(gshard.jit(step)(floats, gain, x), step(floats, gain, x))
+
+
+@pytest.mark.slow
+def test_memory_is_constant_in_the_microbatches():
+    """From twice as many microbatches as stages on, but for the batch itself."""
+    found = {}
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        for microbatches in (8, 32):
+            arguments = make_dense(layers=4, width=32, batch=4 * microbatches)
+            loss = piped(dense, stages=4, microbatches=microbatches, schedule=name)
+            step = gshard.jit(jax.value_and_grad(loss), devices=jax.devices()[:4])
+            memory = step.lower(*arguments).compile().memory_analysis()
+            batch = 4 * microbatches * 32 * 4
+            found[name, microbatches] = memory.temp_size_in_bytes - 4 * batch
+    for name in ("1f1b", "zb-h1"):
+        assert found[name, 32] <= found[name, 8] + 4096, found
+    assert found["gpipe", 32] > 1.5 * found["gpipe", 8], found
