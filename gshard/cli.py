@@ -22,6 +22,7 @@ except ImportError:
 import gshard
 from gshard.commands import (
     auto,
+    compare,
     data,
     evaluate,
     explain,
@@ -67,6 +68,7 @@ app = typer.Typer(
     help="Partition annotated JAX programs, and train multilingual translation with them.",
 )
 app.command(rich_help_panel=_PROGRAMS)(auto.auto)
+app.command(rich_help_panel=_PROGRAMS)(compare.compare)
 app.command(rich_help_panel=_PROGRAMS)(explain.explain)
 app.command(rich_help_panel=_PROGRAMS)(forecast.forecast)
 app.command(rich_help_panel=_PROGRAMS)(interval.interval)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gshard.commands.functions import imported, one_line_errors, shape_of
-from gshard.commands.options import Hardware, Json, Plots
+from gshard.commands.functions import given_arguments, imported, one_line_errors
+from gshard.commands.options import Arguments, Hardware, Json, Plots, Shapes
 from gshard.commands.screen import working
 from gshard.errors import UserError
 from gshard.untrusted import printable_lines
@@ -16,13 +16,8 @@ from gshard.untrusted import printable_lines
 
 def auto(
     function: Annotated[str, typer.Argument(help="module:function")],
-    shapes: Annotated[
-        list[str] | None, typer.Argument(help="its arguments, as in f32[8,256,128]")
-    ] = None,
-    arguments: Annotated[
-        str | None,
-        typer.Option(help="module:function that returns the arguments, where they are trees"),
-    ] = None,
+    shapes: Shapes = None,
+    arguments: Arguments = None,
     devices: Annotated[int, typer.Option(help="how many devices", min=1)] = 8,
     hardware: Hardware = None,
     memory: Annotated[
@@ -44,13 +39,10 @@ def auto(
     import gshard
     from gshard.autosharding.layout.annotations import as_text
 
-    if bool(shapes) == (arguments is not None):
-        raise UserError("give the shapes of the arguments, or --arguments module:function")
     if out is not None and not out.absolute().parent.is_dir():
         raise UserError(f"--out is {out}; there is no folder {out.parent}")
     with one_line_errors():
-        given = imported(arguments)() if arguments else [shape_of(s) for s in shapes or ()]
-        given = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        given = given_arguments(shapes, arguments)
         chosen_for = imported(function)
         budget = 60.0 if seconds is None else seconds
         with working() as tell:

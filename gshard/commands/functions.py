@@ -6,7 +6,7 @@ import contextlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,28 @@ def _user_line(error: Exception) -> str:
         if path.is_file() and not any(path.is_relative_to(other) for other in others):
             return f"{shown_path(frame.filename)}:{frame.lineno}"
     return ""
+
+
+def given_arguments(shapes: Sequence[str] | None, function: str | None) -> tuple[Any, ...]:
+    """The arguments of a function: by their shapes, or as `module:function` returns them."""
+    if bool(shapes) == (function is not None):
+        raise UserError("give the shapes of the arguments, or --arguments module:function")
+    given = imported(function)() if function else [shape_of(s) for s in shapes or ()]
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
+def use_virtual_devices(count: int) -> None:
+    """Let JAX have `count` virtual CPU devices, on which XLA partitions without an accelerator."""
+    import jax
+
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # JAX has started, which it does once in a process
+        if jax.device_count() != count:
+            raise ValueError(
+                f"JAX has {jax.device_count()} devices here, and not {count}"
+            ) from None
 
 
 def shape_of(text: str) -> Any:

@@ -68,6 +68,11 @@ Hardware = Annotated[
         autocompletion=complete_hardware,
     ),
 ]
+Shapes = Annotated[list[str] | None, typer.Argument(help="its arguments, as in f32[8,256,128]")]
+Arguments = Annotated[
+    str | None,
+    typer.Option(help="module:function that returns the arguments, where they are trees"),
+]
 DevicesOfPaper = Annotated[
     int | None, typer.Option(help="how many devices", show_default="as many as the paper's", min=1)
 ]

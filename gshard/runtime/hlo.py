@@ -24,6 +24,8 @@ _INSTRUCTION = re.compile(
     r"\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[a-z][\w\-]*)\((?P<rest>.*)"
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+\d+(?:e\d+m\d+\w*)?|pred)\[(?P<dims>[\d,]*)\]")
+_COMBINED = ("all_gather", "all_reduce", "reduce_scatter")
+_MOST_COMBINED = 30 * 2**20  # bytes, XLA's default for GPUs
 _SAME_VALUE = ("bitcast", "convert", "copy", "get-tuple-element", "reshape", "transpose")
 
 
@@ -54,12 +56,17 @@ class Instruction:
         return found[1] if found else ""
 
 
+Values = list[tuple[Collective, Transfer]]
+Made = tuple[Instruction, Values]  # a collective, and the values that it combines
+
+
 class HloProgram:
     """A compiled program of `num_devices` devices.
 
-    XLA's compiler for CPUs differs from those for accelerators in two ways that count: it keeps an
-    AllReduce of which each device uses its own slice, where the others make a ReduceScatter, and it
-    widens 16-bit floats. With `accelerator`, both are counted as accelerators run them.
+    XLA's compiler for CPUs differs from those for accelerators in three ways that count: it keeps
+    an AllReduce of which each device uses its own slice, where the others make a ReduceScatter, it
+    widens 16-bit floats, and it combines fewer collectives. With `accelerator`, all three are
+    counted as accelerators run them.
     """
 
     def __init__(self, text: str, num_devices: int, accelerator: bool = False):
@@ -69,15 +76,28 @@ class HloProgram:
 
     def collectives(self) -> Iterator[tuple[Collective, Transfer]]:
         """What it sends, and how: with the trip counts of the loops."""
+        made = list(self._made())
+        groups: list[list[Made]] = []
+        for found, values in made:
+            fitting = (g for g in groups if self._accelerator and self._joins(g, found, values))
+            if group := next(fitting, None):
+                group.append((found, values))
+            else:
+                groups.append([(found, values)])
+        for group in groups:
+            yield _combined([value for _, values in group for value in values])
+
+    def _made(self) -> Iterator[Made]:
+        """The collectives as they are in the program, those of several kinds as several."""
         for found in self._instructions:
             kind = found.op.removesuffix("-start").replace("-", "_")
             if kind not in KINDS:
                 continue
             values = [self._value(found, kind, *value) for value in self._values(found)]
-            for made in dict.fromkeys(moved.kind for _, moved in values):
-                members = [(c, t) for c, t in values if t.kind == made and c.bytes]
+            for of_kind in dict.fromkeys(moved.kind for _, moved in values):
+                members = [(c, t) for c, t in values if t.kind == of_kind and c.bytes]
                 if members:
-                    yield _combined(members)
+                    yield found, members
 
     def product_flops(self) -> float:
         """The arithmetic of its products, on one device."""
@@ -209,6 +229,27 @@ class HloProgram:
 
     # ------------------------------------------------------------ as accelerators run it
 
+    def _joins(self, group: list[Made], found: Instruction, values: Values) -> bool:
+        """Whether XLA for GPUs combines a collective with others: none of which it waits for."""
+        first, (_, moved) = group[0][0], group[0][1][0]
+        if first.computation != found.computation or moved.kind not in _COMBINED:
+            return False
+        if (moved.kind, moved.groups) != (values[0][1].kind, values[0][1].groups):
+            return False
+        total = sum(t.size for _, others in [*group, (found, values)] for _, t in others)
+        waits = self._waits_for[found.computation, found.name]
+        return total <= _MOST_COMBINED and not any(other.name in waits for other, _ in group)
+
+    @functools.cached_property
+    def _waits_for(self) -> dict[tuple[str, str], frozenset[str]]:
+        """By computation and name: the collectives that an instruction needs the results of."""
+        found: dict[tuple[str, str], frozenset[str]] = {}
+        for each in self._instructions:
+            before = [found.get((each.computation, name), frozenset()) for name in each.operands]
+            own = [n for n in each.operands if self._by_name[n].op.replace("-", "_") in KINDS]
+            found[each.computation, each.name] = frozenset(own).union(*before)
+        return found
+
     def _is_widened(self, found: Instruction) -> bool:
         """Whether a value of 16 bits is sent in 32, since CPUs compute with these."""
         if "_promoted" in found.attribute(r"to_apply=%([\w.\-]+)"):
@@ -263,7 +304,7 @@ def _instructions(text: str) -> Iterator[Instruction]:
             )
 
 
-def _combined(values: list[tuple[Collective, Transfer]]) -> tuple[Collective, Transfer]:
+def _combined(values: Values) -> tuple[Collective, Transfer]:
     """The collective of several values: the first one's, with their sum and each as a member."""
     (first, moved), sizes = values[0], [t.size for _, t in values]
     if len(values) == 1:

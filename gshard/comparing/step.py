@@ -1,0 +1,130 @@
+"""A training step as its author wrote it, with XLA's partitioner and with gshard's.
+
+A step is a function of `jax.jit`, `gshard.jit`, `equinox.filter_jit` or `flax.nnx.jit`, or a plain
+function. Its shardings are those of its arguments, of `in_shardings`, and of constraints inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import jax
+
+import gshard
+from gshard.contrib._swap import partitioned
+from gshard.forecast import Hardware
+from gshard.jit import Jitted
+
+# Where Equinox, Flax NNX and gshard's own wrappers of them keep the function of arrays.
+_INSIDE = ("_wrapper", "_cached", "jitted_fn")
+
+Change = Callable[[Any], Any]
+
+
+class Step:
+    """A step and its arguments, which may be abstract."""
+
+    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...]):
+        self._step: Any = step if hasattr(step, "lower") else gshard.jit(step)
+        self.args = args
+        self.name = getattr(step, "__name__", type(step).__name__)
+
+    def with_args(self, args: tuple[Any, ...]) -> Step:
+        """The same step for other arguments."""
+        changed = copy.copy(self)
+        changed.args = args
+        return changed
+
+    def by_xla(self) -> jax.stages.Compiled:
+        """The program that XLA makes of it."""
+        lowered = self._lowered(lambda inside: _with_options(inside, partitioner="xla"))
+        return lowered.compile()
+
+    def by_gshard(self, hardware: Hardware, **keywords: Any) -> gshard.Lowered:
+        """The program that gshard makes of it; `keywords` are those of `gshard.jit`."""
+        own = {"hardware": hardware, **keywords}
+        return self._lowered(lambda inside: _with_options(_of_gshard(inside, own), **own))
+
+    def by_auto(self, hardware: Hardware, devices: int, seconds: float) -> gshard.Layout:
+        """What `gshard.auto` reaches; constraints inside the step are kept."""
+        how: dict[str, Any] = {"devices": devices, "hardware": hardware, "seconds": seconds}
+
+        class Searched:  # by the arguments that a library's wrapper passes on
+            def __init__(self, inside: Any):
+                self.inside = inside
+
+            def lower(self, *args: Any) -> NoReturn:
+                raise _Found(gshard.auto(self.inside.__wrapped__, *map(_abstract, args), **how))
+
+        try:
+            self._lowered(Searched)
+        except _Found as found:
+            return found.layout
+        raise AssertionError
+
+    def _lowered(self, change: Change) -> Any:
+        with _all_frames(), _changed_inside(self._step, change) as step:
+            lowered = step.lower(*self.args)
+        return getattr(lowered, "lowered", lowered)  # Equinox's and NNX's have JAX's inside
+
+
+def _abstract(tree: Any) -> Any:
+    """Arrays without their shardings, which `gshard.auto` is to choose."""
+
+    def abstract(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+
+    return jax.tree.map(abstract, tree)
+
+
+class _Found(Exception):  # noqa: N818  (ends a lowering that has a layout)
+    def __init__(self, layout: gshard.Layout):
+        self.layout = layout
+
+
+@contextlib.contextmanager
+def _changed_inside(step: Any, change: Change) -> Iterator[Any]:
+    """The step while it has another function of arrays inside the wrapper of a library.
+
+    NNX finds the objects of a call by the wrapper itself: a copy would not do.
+    """
+    name = next((name for name in _INSIDE if hasattr(step, name)), None)
+    if name is None:
+        yield change(step)
+        return
+    inside = getattr(step, name)
+    with _changed_inside(inside, change) as changed:
+        object.__setattr__(step, name, changed)
+        try:
+            yield step
+        finally:
+            object.__setattr__(step, name, inside)
+
+
+def _of_gshard(inside: Any, own: dict[str, Any]) -> Any:
+    return inside if isinstance(inside, Jitted) else partitioned(inside, own)
+
+
+def _with_options(inside: Any, **own: Any) -> Any:
+    """A function of `gshard.jit` with other options; one of `jax.jit` is XLA's already."""
+    if not isinstance(inside, Jitted):
+        return inside
+    of_jax = {k: own.pop(k) for k in [*own] if k not in vars(inside.options)}
+    keywords = replace(inside._keywords, of_jax={**inside._keywords.of_jax, **of_jax})
+    return Jitted(keywords, replace(inside.options, **own), inside.__wrapped__)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _all_frames() -> Iterator[None]:
+    """A context in which HLO has all frames of a line: by default JAX keeps the ten innermost,
+    which are often a library's."""
+    limit = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", -1)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", limit)

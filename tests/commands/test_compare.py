@@ -1,0 +1,30 @@
+"""`gshard compare`: the page's command prints what the page shows, and writes a page."""
+
+import json
+import re
+
+from typer.testing import CliRunner
+
+from gshard.cli import app
+from tests.documents import ROOT, blocks
+
+KINDS = ("python", "console", "text")
+
+
+def test_the_page_s_command_prints_what_the_page_shows(tmp_path, monkeypatch):
+    page = list(blocks(ROOT / "docs" / "howto" / "compare.md"))
+    step, command, shown = (next(b.code for b in page if b.kind == k) for k in KINDS)
+    (tmp_path / "step.py").write_text(step)
+    monkeypatch.chdir(tmp_path)
+    words = command.split()[1:]
+    got = CliRunner().invoke(app, words).stdout
+    # Memory is XLA's, and differs from one release to the next.
+    without = [re.sub(r"\d[.\d]* [KM]?B( +[.\d]+ us +[.\d]+ us)$", r"\1", t.rstrip(), flags=re.M)
+               for t in (got, shown)]  # fmt: skip
+    assert without[0] == without[1]
+    assert len(got.splitlines()) <= 24
+    written = (tmp_path / "compare.html").read_text()
+    assert "<code>step.py:9</code>" in written
+    assert "1.84 MB" in written
+    figures = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert [p["sent"] for p in figures["programs"]] == [8192 * 64 * 4 * 7 // 8, 1792]
