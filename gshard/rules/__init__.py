@@ -25,7 +25,6 @@ from gshard.rules import (  # noqa: F401  (each file registers its operators)
     ring_pass,
     row_map,
     scatter,
-    slicing,
     sort,
     window,
     window_reduce,

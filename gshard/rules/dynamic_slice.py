@@ -22,14 +22,16 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
+from gshard.graph.row_map import Layer, entire
 from gshard.moving import collectives
 from gshard.moving.costs import timed
 from gshard.moving.halo import groups_along, shifted_pairs
 from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import plan_fetch
+from gshard.rules.base.layers import Layers
 from gshard.rules.base.rule import Context, Doc, Rule, Way, in_cheapest_way, linear_in, register
-from gshard.rules.changes import Change
-from gshard.rules.slicing import change_rule
+from gshard.rules.painting import RowMap
+from gshard.rules.row_map import row_map_rule
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
@@ -38,13 +40,13 @@ from gshard.tensors.tile import Tile, row_bytes, rows_within
 
 
 @dataclass(frozen=True)
-class DynamicSlice(Change):
+class DynamicRows:
     """`rows` rows from the run-time `start` on, which is within the dim."""
 
-    collectable: bool = True
+    rows: int
     start: Any = None  # an array; left out where the slice is only priced
 
-    def sent(self, size: int, tiles: int) -> int:
+    def sent(self, size: int, tiles: int) -> float:
         """The cheaper of the two schemes."""
         return min(self._rotated(size, tiles), self._scattered(tiles))
 
@@ -135,16 +137,20 @@ def _clamped(index: Tile, size: int, rows: int) -> jax.Array:
     return jnp.clip(index.array, 0, most).astype(jnp.int32)
 
 
-def _windows(eqn: JaxprEqn, *tiles: Tile) -> list[Mapping[int, DynamicSlice]]:
-    """What a dynamic slice does to the dims that it cuts; offsets are operands."""
-    sizes = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
-    return [
-        {
-            d: DynamicSlice(rows, start=_clamped(tiles[1 + d], n, rows) if tiles else None)
-            for d, (n, rows) in enumerate(sizes)
-            if n != rows
-        }
-    ]
+class DynamicSlice(RowMap):
+    """A row map of one window whose place is known when the program runs; starts are operands."""
+
+    at_run_time = True
+
+    @staticmethod
+    def layers_of(eqn: JaxprEqn) -> Layers:
+        """The window, wherever it is."""
+        return (entire(0, eqn.params["slice_sizes"]),)
+
+    def rows(self, layer: Layer, dim: int, tiles: Mapping[int, Tile]) -> DynamicRows:
+        """The rows from an operand on."""
+        rows, size = self.shape[dim], self.operands[0].aval.shape[dim]
+        return DynamicRows(rows, _clamped(tiles[1 + dim], size, rows) if tiles else None)
 
 
 def update_factors(eqn: JaxprEqn) -> Factors:
@@ -266,7 +272,7 @@ _WRITTEN = Doc(
     halo="where it moves, most rows: a tile for each bit of the largest offset in tiles",
     gather="where it moves, few rows: AllGather of the update",
 )
-register(change_rule(_windows, linear=linear_in((0,)), doc=_CUT), p.dynamic_slice_p)
+register(row_map_rule(DynamicSlice, doc=_CUT), p.dynamic_slice_p)
 register(
     Rule(
         update_factors,

@@ -12,57 +12,105 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from gshard.graph.reason import Reason
 from gshard.graph.row_map import Axis, Layer
 from gshard.moving.halo import align, window
 from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import Move, Runs, Windows, plan_fetch
-from gshard.rules.base.primitives import row_map_p
+from gshard.rules.axis_rows import AxisRows, RowsOfDim
+from gshard.rules.base.layers import ROW_MAPS, layers_of
 from gshard.rules.base.rule import Context
-from gshard.rules.changes import AffineMap
 from gshard.tensors.painting import Mask, painted
 from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tile, rows_within
 
 
-def affine(axis: Axis, base: int, rows: int) -> AffineMap:
-    """How rows of a source become rows of the result, of which there are `rows`."""
-    common = math.gcd(axis.step, axis.stride)  # rows between are not painted
-    step, stride = axis.step // common, axis.stride // common
-    return AffineMap(rows, low=axis.at * stride - base * step, step=step, stride=stride)
+class RowMap:
+    """An operator whose result is painted; the sources of its layers are numbers of operands."""
+
+    def __init__(self, eqn: JaxprEqn):
+        self.name = eqn.primitive.name
+        self.operands: Sequence[Any] = eqn.invars
+        self.shape: tuple[int, ...] = eqn.outvars[0].aval.shape
+        self.layers = self.layers_of(eqn)
+        shapes = [a.aval.shape for a in eqn.invars]
+        self.moving = [  # the dims along which some layer is not all rows of its source
+            d
+            for d, n in enumerate(self.shape)
+            if not all(layer.keeps(d, n, shapes[layer.source]) for layer in self.layers)
+        ]
+
+    layers_of = staticmethod(layers_of)
+    at_run_time = False  # whether the rows of layers are known when the program runs
+
+    @property
+    def sources(self) -> dict[int, list[Layer]]:
+        """The layers of each operand that is a tensor."""
+        found: dict[int, list[Layer]] = {}
+        for layer in self.layers:
+            if not layer.is_constant:
+                found.setdefault(layer.source, []).append(layer)
+        return found
+
+    def rows(self, layer: Layer, dim: int, tiles: Mapping[int, Tile]) -> RowsOfDim:
+        """The rows of a layer along a dim."""
+        return AxisRows(layer.axes[dim], layer.base[dim], self.shape[dim])
+
+    def moves(self, layers: Sequence[Layer], dim: int) -> tuple[Move, ...]:
+        """The rows of all layers of a source, if those can be fetched at once."""
+        if self.at_run_time or not all(layer.axes[dim].is_run for layer in layers):
+            return ()
+        found = [
+            Move(n.base[dim], n.base[dim] + n.axes[dim].rows, n.axes[dim].at - n.base[dim])
+            for n in layers
+        ]
+        ends = sorted((m.first + m.by, m.end + m.by) for m in found)
+        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+        return tuple(found) if apart else ()
+
+    def read(self, layers: Sequence[Layer], dim: int) -> slice:
+        """The rows of an unsplit dim that layers of a source read."""
+        if self.at_run_time:
+            return slice(0, layers[0].axes[dim].rows, 1)
+        ends = [AxisRows(n.axes[dim], n.base[dim], 0).only for n in layers]
+        low, high = min(first for first, _ in ends), max(end for _, end in ends)
+        strides = (n.axes[dim].stride for n in layers if n.axes[dim].rows > 1)
+        step = math.gcd(*strides, *(first - low for first, _ in ends))
+        return slice(low, high, step or 1)
+
+    def order(self, source: Sharding, shape: Sequence[int]) -> list[int]:
+        """The dims in the order that sends least: first those that shrink for free."""
+
+        def rank(dim: int) -> tuple[bool, float]:
+            ratio = self.shape[dim] / max(shape[dim], 1)
+            return bool(source.splits[dim]) or ratio > 1, ratio
+
+        return sorted(range(len(shape)), key=rank)
 
 
 class Painting:
     """A device's tile of the result, under a sharding."""
 
-    def __init__(
-        self,
-        ctx: Context,
-        result: Sharding,
-        shape: Sequence[int],
-        moving: list[int],
-        name: str,
-        sources: Sequence[Any] = (),
-    ):
+    def __init__(self, ctx: Context, row_map: RowMap, result: Sharding, shared: bool = True):
         self.ctx = ctx
-        self.sources = sources
+        self.map = row_map
         self.splits = result.splits
-        self.shape = shape
-        self.local = result.local_shape(shape)
-        self.cut = [d for d in moving if self.splits[d]]  # dims whose rows change tiles
-        self.name = name
+        self.cut = [d for d in row_map.moving if self.splits[d]]
+        self.local = result.local_shape(row_map.shape)
+        self.shared = shared  # whether rows may be fetched for other readers too
         self.arrays: list[jax.Array] = []
-        self.moves: dict[tuple[int, int], tuple[Move, ...]] = {}
         self.fetched: dict[Any, int] = {}  # the numbers of arrays, by what they are fetched for
 
-    def run(self, layers: Sequence[Layer], ready: Mapping[int, Tile]) -> jax.Array:
+    def run(self, tiles: Mapping[int, Tile]) -> jax.Array:
         """Fetch the rows of each layer, and paint."""
-        if len(self.cut) == 1:  # what has most rows first: the others are painted over it
-            layers = self._ordered(layers)
+        self.tiles, layers = dict(tiles), self._ordered()
+        for number, own in self.map.sources.items():
+            layers = self._narrowed(number, own, layers)
         found, masks = list[Layer](), list[list[Mask]]()
         for layer in layers:
-            part, mask = self._part(layer, ready[layer.source], layers)
+            part, mask = self._part(layer, layers)
             if found and found[-1] == part:  # other rows of what was fetched at once
                 masks[-1].append(mask)
             else:
@@ -70,46 +118,85 @@ class Painting:
                 masks.append([mask])
         return painted(self.local, found, self.arrays, [_any_of(m) for m in masks])
 
-    def _ordered(self, layers: Sequence[Layer]) -> Sequence[Layer]:
-        """Layers that do not overlap in the order of their sources' rows."""
-        (dim,) = self.cut
-        axes = [layer.axes[dim] for layer in layers]
+    def _ordered(self) -> Sequence[Layer]:
+        """The layers; those with the most rows first if none is over another along a split dim."""
+        layers = self.map.layers
+        if len(self.cut) != 1:
+            return layers
+        axes = [layer.axes[self.cut[0]] for layer in layers]
         if not all(a.end <= b.at for a, b in itertools.pairwise(axes)):
             return layers
         rows: dict[int, int] = {}
-        for layer in layers:
-            rows[layer.source] = rows.get(layer.source, 0) + layer.axes[dim].rows
+        for layer, axis in zip(layers, axes, strict=True):
+            rows[layer.source] = rows.get(layer.source, 0) + axis.rows
         return sorted(layers, key=lambda layer: -rows[layer.source])
 
-    def _part(self, layer: Layer, tile: Tile, layers: Sequence[Layer]) -> tuple[Layer, Mask]:
+    def _sent_along(self, number: int) -> list[int]:
+        """The dims along which rows of a source are sent."""
+        splits = self.tiles[number].sharding.splits
+        return [d for d in self.map.moving if splits[d]]
+
+    def _narrowed(
+        self, number: int, own: Sequence[Layer], layers: Sequence[Layer]
+    ) -> Sequence[Layer]:
+        """The layers, with a source whose rows are sent cut to the rows that they read."""
+        tile, sent = self.tiles[number], self._sent_along(number)
+        if not sent or self.map.at_run_time or any(self._hull(number, d) for d in sent):
+            return layers
+        rows = [slice(0, n, 1) for n in tile.array.shape]
+        for d in self.map.moving:
+            if tile.sharding.splits[d] is None:
+                rows[d] = self.map.read(own, d)
+        if all(r == slice(0, n, 1) for r, n in zip(rows, tile.array.shape, strict=True)):
+            return layers
+        lows, highs, steps = zip(*((r.start, r.stop, r.step) for r in rows), strict=True)
+        x = lax.slice(tile.array, lows, highs, steps)
+        shape = tuple(x.shape[d] if d not in sent and d in self.map.moving else n
+                      for d, n in enumerate(tile.shape))  # fmt: skip
+        self.tiles[number] = Tile(x, tile.sharding, shape)
+        cut = []
+        for layer in layers:
+            for d in self.map.moving if layer.source == number else ():
+                axis, r = layer.axes[d], rows[d]
+                if d not in sent:
+                    axis = axis._replace(stride=axis.stride // r.step if axis.rows > 1 else 1)
+                    layer = layer.along(d, axis, (layer.base[d] - r.start) // r.step)
+            cut.append(layer)
+        return cut
+
+    def _part(self, layer: Layer, layers: Sequence[Layer]) -> tuple[Layer, Mask]:
         """A layer of local arrays, and which elements of it are painted."""
         key: Any = layer.source
-        parts, masks = layer, list[Mask]()
-        for d, split in enumerate(self.splits):
-            axis, rows = layer.axes[d], self.local[d]
-            if split is None or (layer.is_constant and d not in self.cut):
-                if split:
-                    parts = parts.along(d, Axis(0, rows, axis.dim))
-                continue
-            number, first = divmod(axis.at, rows)
-            unsplit = layer.is_constant or tile.sharding.splits[d] is None
-            if d not in self.cut:
-                parts = parts.along(d, Axis(0, rows, d), 0)
-            elif unsplit and first + axis.end - axis.at <= rows and self.arrays:
-                # In one tile, by a device that has the rows: only those are touched.
-                parts = parts.along(d, axis._replace(at=first))
-                masks.append(self._on_tile(split, number))
-            else:
+        tile, part, masks = self.tiles[layer.source], layer, list[Mask]()
+        dims = range(len(self.splits)) if layer.is_constant else (
+            self.map.order(tile.sharding, tile.shape))  # fmt: skip
+        for d in dims:
+            split, axis, rows = self.splits[d], layer.axes[d], self.local[d]
+            here = None if layer.is_constant else tile.sharding.splits[d]
+            if d not in self.map.moving:
+                part = part.along(d, Axis(0, rows, axis.dim), 0) if split else part
+            elif here and split is None:
+                key, tile = self._collected(key, layer, tile, d)
+                part = part.along(d, axis._replace(stride=1), 0)
+            elif self.map.at_run_time:
+                key, tile = self._rows(key, layer, tile, d, layers)
+                part = part.along(d, Axis(0, rows, axis.dim), 0)
+            elif split:
+                first = axis.at % rows
+                if here is None and first + axis.end - axis.at <= rows and self.arrays:
+                    # In one tile, by a device that has the rows: only those are touched.
+                    part = part.along(d, axis._replace(at=first))
+                    masks.append(self._on_tile(split, axis.at // rows))
+                    continue
                 if not layer.is_constant:
-                    key, tile = self._rows(key, layer, tile, d, split, layers)
-                parts = parts.along(d, Axis(0, rows, axis.dim), 0)
-                if axis[:2] != (0, self.shape[d]) or axis.step > 1:
+                    key, tile = self._rows(key, layer, tile, d, layers)
+                part = part.along(d, Axis(0, rows, axis.dim), 0)
+                if axis[:2] != (0, self.map.shape[d]) or axis.step > 1:
                     masks.append(self._within(split, d, axis))
         if key not in self.fetched:
             self.fetched[key] = len(self.arrays)
             self.arrays.append(tile.array)
-        mask = _all_of(masks)
-        return Layer(self.fetched[key], parts.base, parts.axes), mask
+        return Layer(self.fetched[key], part.base, part.axes), _all_of(masks)
 
     def _on_tile(self, split: Split, number: int) -> Mask:
         def mask(shape: Sequence[int]) -> jax.Array:
@@ -122,65 +209,85 @@ class Painting:
 
         def mask(shape: Sequence[int]) -> jax.Array:
             offset = self.ctx.place.lookup(split.own * self.local[dim])
-            index = lax.broadcasted_iota(jnp.int32, shape, dim) + offset
-            inside = (index >= axis.at) & (index < axis.end)
+            inside = rows_within(shape, dim, offset, axis.at, axis.end)
             if axis.step > 1:
+                index = lax.broadcasted_iota(jnp.int32, shape, dim) + offset
                 inside &= lax.rem(index - axis.at, jnp.int32(axis.step)) == 0
             return inside
 
         return mask
 
+    # ------------------------------------------------------------ rows of a source
+
+    def _reason(self, dim: int) -> Reason:
+        return Reason("step", self.map.name, f"rows of dim {dim} to their tiles")
+
+    def _known(self, key: Any) -> jax.Array | None:
+        return self.arrays[self.fetched[key]] if key in self.fetched else None
+
+    def _collected(self, key: Any, layer: Layer, tile: Tile, dim: int) -> tuple[Any, Tile]:
+        """A source with the rows of a layer alone, all of them on every device."""
+        axis = layer.axes[dim]
+        key = (key, dim, axis[1:], layer.base[dim])
+        array = self._known(key)
+        if array is None:
+            rows = self.map.rows(layer, dim, self.tiles)
+            array = rows.collected(self.ctx, tile, dim, self._reason(dim))
+        shape = (*tile.shape[:dim], axis.rows, *tile.shape[dim + 1 :])
+        return key, Tile(array, tile.sharding.replace(dim, None), shape)
+
     def _rows(
-        self, key: Any, layer: Layer, tile: Tile, dim: int, split: Split, layers: Sequence[Layer]
+        self, key: Any, layer: Layer, tile: Tile, dim: int, layers: Sequence[Layer]
     ) -> tuple[Any, Tile]:
         """A source whose rows along `dim` are at the places of the result's rows, and its key."""
-        rows = self.local[dim]
-        starts, axis, base = np.arange(split.tiles) * rows, layer.axes[dim], layer.base[dim]
-        after = (*tile.shape[:dim], self.shape[dim], *tile.shape[dim + 1 :])
-        reason = Reason("step", self.name, f"rows of dim {dim} to their tiles")
-        sharding = tile.sharding.replace(dim, split)
-        if (layer.source, dim) not in self.moves:
-            self.moves[layer.source, dim] = self._moves_together(layer, tile, dim, layers)
-        moves = self.moves[layer.source, dim]
+        split, rows, axis, base = (
+            self.splits[dim],
+            self.local[dim],
+            layer.axes[dim],
+            layer.base[dim],
+        )
+        moves: tuple[Move, ...] = ()
+        if self._sent_along(layer.source) == self.cut == [dim]:
+            moves = self.map.moves([n for n in layers if n.source == layer.source], dim)
         key = (key, dim, moves or (axis, base))
-        if key in self.fetched:
-            array = self.arrays[self.fetched[key]]
-        elif len(moves) > 1:
+        array, reason, place = self._known(key), self._reason(dim), self.ctx.place
+        hull = self._hull(layer.source, dim) if axis.is_run and len(moves) < 2 else None
+        if array is not None:
+            pass
+        elif len(moves) > 1 and split:
+            starts = np.arange(split.tiles) * rows
             windows = Windows.of(Runs.of(tile, dim), tile.array.shape[dim], starts, rows, moves)
-            array = align(self.ctx.place, tile.array, tile.sharding, dim, windows, reason)
-        elif axis.is_run:
-            only, first = (base, base + axis.rows), starts + base - axis.at
-            hull = self._hull(layer.source, tile, dim, split) if tile.sharding.splits[dim] else None
-            if hull:  # the rows for all readers at once
-                low, width = hull
-                array = fetch(self.ctx.place, tile, dim, low, width, reason, None, split)
-                array = window(self.ctx.place, array, dim, (first - low)[split.own], rows)
-            else:
-                array = fetch(self.ctx.place, tile, dim, first, rows, reason, only, split)
+            array = align(place, tile.array, tile.sharding, dim, windows, reason)
+        elif hull and split:  # the rows for all readers at once
+            low, width = hull
+            array = fetch(place, tile, dim, low, width, reason, None, split)
+            first = np.arange(split.tiles) * rows + base - axis.at
+            array = window(place, array, dim, (first - low)[split.own], rows)
         else:
-            array = affine(axis, base, self.shape[dim]).run(self.ctx, tile, dim, split, reason)
-        return key, Tile(array, sharding, after)
+            found = self.map.rows(layer, dim, self.tiles)
+            array = found.run(self.ctx, tile, dim, split, reason)
+        after = (*tile.shape[:dim], self.map.shape[dim], *tile.shape[dim + 1 :])
+        return key, Tile(array, tile.sharding.replace(dim, split), after)
 
-    def _hull(
-        self, source: int, tile: Tile, dim: int, split: Split
-    ) -> tuple[np.ndarray, int] | None:
+    def _hull(self, number: int, dim: int) -> tuple[np.ndarray, int] | None:
         """The rows that all row maps of a source read, if that sends less than one by one."""
-        found: dict[tuple[int, int], int] = {}
-        for eqn in self.ctx.readers(self.sources[source]) if self.sources else ():
-            if eqn.primitive is not row_map_p:
+        split, tile, found = self.splits[dim], self.tiles[number], dict[tuple[int, int], int]()
+        if not (self.shared and split and tile.sharding.splits[dim]):
+            return None
+        for eqn in self.ctx.readers(var := self.map.operands[number]):
+            if eqn.primitive not in ROW_MAPS:
                 continue
-            aval, var = eqn.outvars[0].aval, self.sources[source]
             if self.ctx.sharding(eqn.outvars[0]).splits[dim] is not split:
                 continue
-            rows = split.rows(aval.shape[dim])
-            for layer in eqn.params["layers"]:
+            rows = split.rows(eqn.outvars[0].aval.shape[dim])
+            for layer in layers_of(eqn):
                 axis = layer.axes[dim]
                 if eqn.invars[layer.source] is var and axis.is_run and axis.rows > 1:
                     found[layer.base[dim] - axis.at, rows] = 0
         if len(found) < 2:
             return None
-        number = np.arange(split.tiles)
-        starts = [number * rows + by for by, rows in found]
+        first = np.arange(split.tiles)
+        starts = [first * rows + by for by, rows in found]
         low = np.min(starts, axis=0)
         ends = [s + rows for s, (_, rows) in zip(starts, found, strict=True)]
         width = int((np.max(ends, axis=0) - low).max())
@@ -191,27 +298,6 @@ class Painting:
         ]
         together = plan_fetch(split.tiles, size, low, width).sent
         return (low, width) if together < sum(each) else None
-
-    def _moves_together(
-        self, layer: Layer, tile: Tile, dim: int, layers: Sequence[Layer]
-    ) -> tuple[Move, ...]:
-        """The rows of all layers of the same source that are fetched at once with these."""
-        if len(self.cut) > 1 or tile.sharding.splits[dim] is None:
-            return ()
-        alike = [other for other in layers if other.source == layer.source]
-        if not all(other.axes[dim].is_run for other in alike):
-            return ()
-        moves = []
-        for other in alike:
-            axis, first = other.axes[dim], other.base[dim]
-            moves.append(Move(first, first + axis.rows, axis.at - first))
-        return tuple(moves) if are_apart(moves) else ()
-
-
-def are_apart(moves: Sequence[Move]) -> bool:
-    """Whether moves have no row of the result in common."""
-    ends = sorted((m.first + m.by, m.end + m.by) for m in moves)
-    return all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
 
 
 def _all_of(masks: Sequence[Mask]) -> Mask:

@@ -1,13 +1,14 @@
-"""Row maps: concatenations, and the compositions of them with slices, pads and updates.
+"""Row maps: slices, pads, reversals, concatenations, and the compositions of them with updates.
 
 The result is painted with windows of the operands (`graph.row_map`). Along a split dim, every tile
-of the result fetches the rows that it needs; operands that are unsplit there send nothing. Along
-unsplit dims windows are painted on every device.
+of the result fetches the rows that it needs, or all tiles collect them; operands that are unsplit
+there send nothing. Along unsplit dims windows are painted on every device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,14 +16,14 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard._jax import stack_p, unstack_p
+from gshard._jax import split_p, stack_p, tile_p, unstack_p
 from gshard.graph.reason import Reason
-from gshard.graph.row_map import Axis, Layer, entire
+from gshard.graph.row_map import Layer
+from gshard.moving.costs import sent_bytes, timed
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
-from gshard.moving.row_windows import Move, plan_fetch
+from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import (
-    RULES,
     Context,
     Doc,
     Rule,
@@ -33,12 +34,13 @@ from gshard.rules.base.rule import (
     register,
 )
 from gshard.rules.base.unreduced import made_alike, stacked
-from gshard.rules.base.ways import least
-from gshard.rules.painting import Painting, affine, are_apart
-from gshard.rules.slicing import filled
+from gshard.rules.base.ways import least, price
+from gshard.rules.painting import Painting, RowMap
 from gshard.tensors.factors import Factors
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, row_bytes
+from gshard.tensors.sharding import Sharding, compatible
+from gshard.tensors.tile import Tile, byte_size, row_bytes
+
+RowMapOf = Callable[[JaxprEqn], RowMap]
 
 
 def stack_factors(eqn: JaxprEqn) -> Factors:
@@ -53,91 +55,63 @@ def stack_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, operands, results)
 
 
-def row_map_factors(eqn: JaxprEqn) -> Factors:
+def tile_factors(eqn: JaxprEqn) -> Factors:
+    """The dims that are not repeated are free."""
+    names = [f"d{d}" if n == 1 else None for d, n in enumerate(eqn.params["reps"])]
+    return Factors.of(eqn, [names], [names])
+
+
+def row_map_factors(eqn: JaxprEqn, of: RowMapOf) -> Factors:
     """Every dim passes its splits on; operands with fewer rows than tiles stay unsplit."""
-    shape, moving = eqn.outvars[0].aval.shape, _moving(eqn, _layers(eqn))
-    names = [f"d{i}" for i in range(len(shape))]
+    row_map = of(eqn)
+    names = [f"d{i}" for i in range(len(row_map.shape))]
     tensors = [a.aval.shape for a in eqn.invars if a.aval.shape]
     operands = [names if a.aval.shape else [] for a in eqn.invars]
     resized = [
-        f for d, f in enumerate(names) if d in moving or any(s[d] != shape[d] for s in tensors)
+        f
+        for d, f in enumerate(names)
+        if d in row_map.moving or any(s[d] != row_map.shape[d] for s in tensors)
     ]
     return Factors.of(eqn, operands, [names], resized=resized)
-
-
-def _layers(eqn: JaxprEqn) -> Sequence[Layer]:
-    if eqn.primitive is row_map_p:
-        return eqn.params["layers"]
-    dim, at, layers = eqn.params["dimension"], 0, []
-    for number, a in enumerate(eqn.invars):
-        rows = a.aval.shape[dim]
-        if rows:
-            layers.append(entire(number, a.aval.shape).along(dim, Axis(at, rows, dim)))
-        at += rows
-    return layers
-
-
-def _moving(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[int]:
-    """The dims along which some layer is not all rows of its source, in their places."""
-    shapes = [a.aval.shape for a in eqn.invars]
-    return [
-        d
-        for d, n in enumerate(eqn.outvars[0].aval.shape)
-        if not all(layer.keeps(d, n, shapes[layer.source]) for layer in layers)
-    ]
-
-
-# ---------------------------------------------------------------- how it runs
-
-
-def _row_map(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    shape, layers = tuple(eqn.outvars[0].aval.shape), _layers(eqn)
-    if 0 in shape:
-        empty = jnp.zeros(targets[0].local_shape(shape), tiles[0].array.dtype)
-        return [Tile(empty, targets[0], shape)]
-    way = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
-    (result,), reason = way.results, Reason("operand", _name(eqn))
-    ready = {
-        n: ctx.reshard(tiles[n], way.operands[n], reason)
-        for n in dict.fromkeys(layer.source for layer in layers)
-    }
-    painting = Painting(ctx, result, shape, _moving(eqn, layers), _name(eqn), eqn.invars)
-    return [Tile(painting.run(layers, ready), result, shape)]
-
-
-def _name(eqn: JaxprEqn) -> str:
-    return "concatenate" if eqn.primitive is p.concatenate_p else "row_map"
 
 
 # ---------------------------------------------------------------- ways
 
 
-def _towards(here: Sharding, target: Sharding) -> Sharding:
-    for dim in range(here.rank):
-        here = filled(here, dim, target)
-    return here
-
-
 def row_map_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+    eqn: JaxprEqn,
+    shardings: Sequence[Sharding],
+    targets: Sequence[Sharding],
+    limit: int,
+    of: RowMapOf,
 ) -> Sequence[Way]:
-    """Fetch rows of split dims, or first gather these or move their splits to another dim.
+    """Fetch rows of split dims, or collect them, or first gather or move the splits of operands.
 
     The last takes an AllToAll for each operand and one for the result. It is the only way if it
     sends fewer bytes in no more steps.
     """
-    (target,), layers = targets, _layers(eqn)
-    moving = _moving(eqn, layers)
-    used = dict.fromkeys(layer.source for layer in layers if not layer.is_constant)
-    options = dict.fromkeys([target, *(_towards(shardings[i], target) for i in used)])
-    whole = [s.unsplit(moving) for s in options]
+    (target,), row_map = targets, of(eqn)
+    moving, sources = row_map.moving, row_map.sources
+    options = {target: None}
+    for number in sources:
+        options[_towards(shardings[number], target)] = None
+        options[_towards(shardings[number].unsplit(moving), target)] = None
+    options |= dict.fromkeys([s.unsplit(moving) for s in options])
 
     def way(result: Sharding) -> Way:
-        return _way(eqn, shardings, layers, moving, result)
+        return _way(row_map, shardings, result, eqn.outvars[0].aval)
 
-    usual = [way(s) for s in dict.fromkeys([*options, *whole])]
-    moved = dict.fromkeys(m for s in options for d in moving for m in whole_along(s, d)[1:])
-    if not moved or len(moving) > 1:
+    usual = [way(result) for result in options]
+    whole = (result.unsplit(moving) for result in options)  # which may be there for others
+    gathered = [
+        Way(tuple(here if n in sources else s for n, s in enumerate(shardings)), (result,), 0)
+        for result, here in zip(options, whole, strict=True)
+    ]
+    usual += [way for way in gathered if way not in usual]
+    if len(moving) != 1 or len(row_map.layers) == 1:
+        return usual
+    moved = dict.fromkeys(m for s in options for m in whole_along(s, moving[0])[1:])
+    if not moved:
         return usual
     best = least(usual, eqn, shardings, targets)
     sent, steps = _totals(best, eqn, shardings, targets)
@@ -148,59 +122,83 @@ def row_map_ways(
     return [best] if best.results[0] in moved else usual
 
 
-def _way(
-    eqn: JaxprEqn,
-    shardings: Sequence[Sharding],
-    layers: Sequence[Layer],
-    moving: list[int],
-    result: Sharding,
-) -> Way:
+def _towards(here: Sharding, target: Sharding) -> Sharding:
+    """`here`, with the target's splits on unsplit dims, where they are compatible."""
+    for dim, split in enumerate(target.splits):
+        if split and not here.splits[dim]:
+            more = here.replace(dim, split)
+            here = more if compatible(more.splits) else here
+    return here
+
+
+def _way(row_map: RowMap, shardings: Sequence[Sharding], result: Sharding, aval: Any) -> Way:
     """With a result that is split like that; `Way.how` is the number of collectives inside."""
-    aval = eqn.outvars[0].aval
-    sources, sent, steps = list(shardings), 0.0, 0
-    for i in dict.fromkeys(layer.source for layer in layers if not layer.is_constant):
-        shape, here = eqn.invars[i].aval.shape, shardings[i]
-        sources[i] = result.unsplit(moving)
-        if any(result.splits[d] for d in moving):
-            own = [layer for layer in layers if layer.source == i]
-            inside, number = _fetched(own, moving, shape, aval, result)
+    operands, sent, steps = list(shardings), 0.0, 0
+    for number, layers in row_map.sources.items():
+        shape, here = row_map.operands[number].aval.shape, shardings[number]
+        operands[number] = result.unsplit(row_map.moving)
+        kept = _kept(here, result, row_map.moving)
+        if kept is not operands[number]:
+            inside, count = _sent(row_map, layers, shape, kept, result, aval.dtype)
             gathered, aligned = (
-                reshard_cost(here, there, shape, aval.dtype) for there in (sources[i], result)
+                reshard_cost(here, there, shape, aval.dtype) for there in (operands[number], kept)
             )
-            if aligned + inside < gathered:
-                sources[i], sent, steps = result, sent + inside, steps + number
-    return Way(tuple(sources), (result,), steps, sent=sent)
+            collected = kept is not result  # with a latency, as a gather has
+            if aligned + (timed(inside) if collected else inside) < gathered:
+                operands[number], sent, steps = kept, sent + inside, steps + count
+    return Way(tuple(operands), (result,), steps, sent=sent)
 
 
-def _fetched(
-    layers: Sequence[Layer], moving: list[int], shape: Sequence[int], aval: Any, result: Sharding
+def _kept(here: Sharding, result: Sharding, moving: Iterable[int]) -> Sharding:
+    """The sharding of a source that keeps its splits where the result has none."""
+    kept = result
+    for dim in moving:
+        split = here.splits[dim]
+        if split and not result.splits[dim] and not split.idle:
+            more = kept.replace(dim, split)
+            kept = more if compatible(more.splits) else kept
+    return kept
+
+
+def _sent(
+    row_map: RowMap,
+    layers: Sequence[Layer],
+    shape: Sequence[int],
+    source: Sharding,
+    result: Sharding,
+    dtype: Any,
 ) -> tuple[float, int]:
     """The bytes that a device sends for the layers of a source, and in how many collectives."""
-    sent, steps, now = 0.0, 0, list(result.local_shape(shape))
-    after = result.local_shape(aval.shape)
-    cut = [d for d in moving if result.splits[d]]
-    for dim in cut:
-        split, row = result.splits[dim], row_bytes(now, dim, aval.dtype)
-        assert split
-        starts = np.arange(split.tiles) * after[dim]
-        moves = [
-            Move(f := layer.base[dim], f + layer.axes[dim].rows, layer.axes[dim].at - f)
-            for layer in layers
-        ]
-        runs = all(layer.axes[dim].is_run for layer in layers)
-        if runs and len(cut) == 1 and are_apart(moves):
-            plan = plan_fetch(split.tiles, shape[dim], starts, after[dim], moves)
-            sent, steps = sent + plan.sent * row, steps + plan.steps
-        else:
-            for axis, base in dict.fromkeys((n.axes[dim], n.base[dim]) for n in layers):
-                if axis.is_run:
-                    move = Move(base, base + axis.rows, axis.at - base)
-                    rows = plan_fetch(split.tiles, shape[dim], starts, after[dim], [move]).sent
-                else:
-                    rows = affine(axis, base, aval.shape[dim]).sent(shape[dim], split.tiles)
-                sent, steps = sent + rows * row, steps + 1
-        now[dim] = after[dim]
-    return sent, steps
+    cut = [d for d in row_map.order(source, shape) if d in row_map.moving and source.splits[d]]
+    start, after = list(source.local_shape(shape)), result.local_shape(row_map.shape)
+    if 0 in start or not cut:
+        return 0.0, 0
+    for d in row_map.moving:
+        if d not in cut:
+            rows = row_map.read(layers, d)
+            start[d] = -(-(rows.stop - rows.start) // rows.step)
+    (first, *others), split = cut, source.splits[cut[0]]
+    moves = () if others or not result.splits[first] else row_map.moves(layers, first)
+    if moves and split:
+        starts = np.arange(split.tiles) * after[first]
+        plan = plan_fetch(split.tiles, shape[first], starts, after[first], moves)
+        return plan.sent * row_bytes(start, first, dtype), plan.steps
+    sent, seen = 0.0, set[Any]()
+    for layer in layers:
+        now, key = list(start), list[Any]()
+        for d in cut:
+            axis, split, size = layer.axes[d], source.splits[d], row_bytes(now, d, dtype)
+            assert split
+            now[d] = after[d] if result.splits[d] else axis.rows
+            key += [axis if result.splits[d] else axis[1:], layer.base[d]]
+            if tuple(key) in seen:
+                continue
+            seen.add(tuple(key))
+            if result.splits[d]:
+                sent += row_map.rows(layer, d, {}).sent(shape[d], split.tiles) * size
+            else:
+                sent += sent_bytes("all_reduce", axis.rows * size, split.tiles)
+    return sent, len(seen)
 
 
 def _totals(
@@ -217,42 +215,87 @@ def _totals(
     return sent, steps
 
 
+# ---------------------------------------------------------------- how it runs
+
+
+def row_map_rule(of: RowMapOf = RowMap, **rest: Any) -> Rule:
+    """The rule of operators that are row maps."""
+
+    def run(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+        shape = tuple(eqn.outvars[0].aval.shape)
+        if 0 in shape:
+            empty = jnp.zeros(targets[0].local_shape(shape), eqn.outvars[0].aval.dtype)
+            return [Tile(empty, targets[0], shape)]
+        row_map, reason = of(eqn), Reason("operand", eqn.primitive.name)
+        if eqn.primitive is p.slice_p:
+            tiles = [_for_all_slices(ctx, eqn, rule, row_map, tiles[0])]
+        way = cheapest(ctx, eqn, rule, tiles, targets)
+        ready = {n: ctx.reshard(t, way.operands[n], reason) for n, t in enumerate(tiles)}
+        array = Painting(ctx, row_map, way.results[0]).run(ready)
+        return [Tile(array, way.results[0], shape)]
+
+    def on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+        """Along unsplit dims, every device paints with what it has."""
+        row_map, tensors = of(eqn), [t for t in tiles if t.shape]
+        alone = all(t.is_unreduced == bool(t.shape) for t in tiles)
+        parts = made_alike(ctx, tensors) if alone and 0 not in row_map.shape else None
+        if parts is None or any(parts[0].sharding.splits[d] for d in row_map.moving):
+            return None
+        ready = iter(parts)
+        every = {n: next(ready) if t.shape else t for n, t in enumerate(tiles)}
+        array = Painting(ctx, row_map, parts[0].sharding, shared=False).run(every)
+        return Tile(array, parts[0].sharding, row_map.shape, tensors[0].origin)
+
+    rule = Rule(
+        functools.partial(row_map_factors, of=of),
+        partition=run,
+        ways=functools.partial(row_map_ways, of=of),
+        ordered=no_order,
+        linear=_linear,
+        on_unreduced=on_unreduced,
+        **rest,
+    )
+    return rule
+
+
+def _for_all_slices(ctx: Context, eqn: JaxprEqn, rule: Rule, row_map: RowMap, tile: Tile) -> Tile:
+    """The operand of a slice; gathered if all slices of it along these dims send more."""
+    here, dtype, moving = tile.sharding, tile.array.dtype, row_map.moving
+    whole = here.unsplit(moving)
+    if whole is here or byte_size(whole.local_shape(tile.shape), dtype) > ctx.memory_limit:
+        return tile
+
+    def sent(other: JaxprEqn) -> float:
+        """What a slice sends by itself."""
+        (out,), found = other.outvars, RowMap(other)
+        if found.moving != moving or 0 in out.aval.shape:
+            return 0.0
+        wanted = [ctx.sharding(out)]
+        ways = row_map_ways(other, [here], wanted, ctx.memory_limit, RowMap)
+        split = (w for w in ways if all(w.operands[0].splits[d] is here.splits[d] for d in moving))
+        return min([price(w, other, [here], wanted) for w in split], default=np.inf)
+
+    gathered = sum(step.bytes for step in plan_reshard(here, whole, tile.shape, dtype))
+    if 0 < gathered < ctx.over_slices(eqn.invars[0], (here, *moving), sent):
+        return ctx.reshard(tile, whole, Reason("operand", "slice"))
+    return tile
+
+
 def _linear(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
-    """Linear in all tensors jointly, if there is nothing else but zeros."""
+    """Linear in all tensors jointly, if the only other numbers are zeros, or indices."""
     tensors = [n for n, a in enumerate(eqn.invars) if a.aval.shape]
     others = [a for a in eqn.invars if not a.aval.shape]
-    zeros = all(isinstance(a, Literal) and a.val == 0 for a in others)
+    painted = eqn.primitive is not p.dynamic_slice_p
+    zeros = all(isinstance(a, Literal) and a.val == 0 for a in others) or not painted
     return (tensors,) if zeros else ()
 
 
-def _on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
-    """Along unsplit dims, every device paints with what it has."""
-    layers, shape = _layers(eqn), tuple(eqn.outvars[0].aval.shape)
-    tensors = [t for t in tiles if t.shape]
-    parts = made_alike(ctx, tensors) if all(t.is_unreduced for t in tensors) else None
-    moving = _moving(eqn, layers)
-    if parts is None or 0 in shape or any(parts[0].sharding.splits[d] for d in moving):
-        return None
-    ready = dict(zip([n for n, t in enumerate(tiles) if t.shape], parts, strict=True))
-    every = {n: ready.get(n, t) for n, t in enumerate(tiles)}
-    array = Painting(ctx, parts[0].sharding, shape, moving, _name(eqn)).run(layers, every)
-    return Tile(array, parts[0].sharding, shape, tensors[0].origin)
-
-
-_JOINED = Doc(free="other dims", halo="the dim itself: the rows that change tiles")
-register(
-    Rule(
-        row_map_factors,
-        partition=_row_map,
-        ways=row_map_ways,
-        ordered=no_order,
-        linear=_linear,
-        on_unreduced=_on_unreduced,
-        doc=_JOINED,
-    ),
-    p.concatenate_p,
-    row_map_p,
+_MOVED = Doc(
+    free="dims that stay as they are",
+    halo="others: the rows that change tiles",
+    gather="few rows to all devices: AllReduce of them; to many tiles: ReduceScatter of them",
 )
+register(row_map_rule(doc=_MOVED), p.concatenate_p, row_map_p, p.slice_p, p.pad_p, p.rev_p)
 register(
     Rule(
         stack_factors,
@@ -270,4 +313,12 @@ register(
         ),
     ),
     unstack_p,
+)
+register(Rule(stack_factors, doc=Doc(free="other dims", halo="as its slices")), split_p)
+register(
+    Rule(
+        tile_factors,
+        doc=Doc(free="dims that are not repeated", halo="as copies that are concatenated"),
+    ),
+    tile_p,
 )

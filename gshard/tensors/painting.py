@@ -29,6 +29,10 @@ def painted(
     if joined is not None:
         parts = [_window(layer, arrays[layer.source]) for layer in layers]
         return lax.concatenate(parts, joined) if len(parts) > 1 else parts[0]
+    if len(layers) == 2 and not any(masks) and layers[0].is_constant:
+        (around, inside), ends = layers, zip(layers[1].axes, shape, strict=True)
+        pads = [(axis.at, n - axis.end, axis.step - 1) for axis, n in ends]
+        return lax.pad(_window(inside, arrays[inside.source]), arrays[around.source], pads)
     x: jax.Array | None = None
     for layer, mask in zip(layers, masks, strict=True):
         window = _window(layer, arrays[layer.source])

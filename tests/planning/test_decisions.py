@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.extend.core import primitives as p
 
 import gshard
 from gshard.graph.reason import Reason
@@ -24,10 +25,10 @@ from gshard.planning.planner import Planner
 from gshard.propagation.spread import Spread
 from gshard.rules.base.rule import RULES
 from gshard.rules.base.ways import Layout
-from gshard.rules.changes import slice_rows
 from gshard.rules.control import _summed_if_large
 from gshard.rules.cumulative import cumulative_ways
-from gshard.rules.slicing import _results, _sent
+from gshard.rules.painting import RowMap
+from gshard.rules.row_map import _sent
 from gshard.rules.window_reduce import _in_parts
 from gshard.tensors.meshes import expressed, mesh_shapes, partition_spec
 from gshard.tensors.sharding import Sharding, Split
@@ -68,26 +69,32 @@ def test_pairs_of_16_bits_stay_on_one_device(size, tiles, fits):
 # --------------------------------------------------------------- what slices cost
 
 
+def sliced(*rows):
+    (eqn,) = jax.make_jaxpr(lambda x: x[rows])(jnp.zeros((16, 64))).eqns
+    return eqn
+
+
 def test_a_slice_that_shrinks_one_dim_makes_the_other_cheaper():
     """Dims change one after the other; rows of the second are as short as the first left them."""
-    here = by(2, 4)
-    aval = jax.typeof(jnp.zeros((16, 64)))
-    both = {0: slice_rows(0, 4), 1: slice_rows(8, 40)}
-    shape = (4, 32)
-    shrunk = _sent(aval, both, shape, here, here)
-    first = 4 * both[0].sent(16, 2) * here.local_shape((16, 64))[1]
-    second = 4 * both[1].sent(64, 4) * here.local_shape(shape)[0]
-    assert shrunk == first + second
+    here, eqn = by(2, 4), sliced(slice(0, 4), slice(8, 40))
+    row_map, shape = RowMap(eqn), (16, 64)
+    found, steps = _sent(row_map, row_map.layers, shape, here, here, jnp.float32)
+    rows = [row_map.rows(row_map.layers[0], d, {}).sent(shape[d], 2 + 2 * d) for d in (0, 1)]
+    first = 4 * rows[0] * here.local_shape(shape)[1]
+    second = 4 * rows[1] * here.local_shape((4, 32))[0]
+    assert (found, steps) == (first + second, 2)
 
 
 def test_idle_devices_do_not_collect_a_slice():
     """The result of a slice is collected by a sum over all devices, of which each has a part."""
-    idle = Sharding((Split.of([0, 1, 2, 3, 4, 5, -1, -1]), None), D)
-    whole = Sharding.replicated(2, D)
-    change = {0: slice_rows(2, 9)}
-    assert change[0].collectable
-    assert all(result.splits[0] for result in _results(idle, change, whole))
-    assert not all(result.splits[0] for result in _results(by(8, 1), change, whole))
+    idle, whole = (
+        Sharding((Split.of([0, 1, 2, 3, 4, 5, -1, -1]), None), D),
+        Sharding.replicated(2, D),
+    )
+    for here, collected in ((idle, False), (by(8, 1), True)):
+        ways = RULES[p.slice_p].ways(sliced(slice(2, 9)), [here], [whole], 10**9)
+        kept = [w for w in ways if w.operands[0].splits[0] and not w.results[0].splits[0]]
+        assert bool(kept) is collected
 
 
 @pytest.mark.parametrize(("window", "in_parts"), [(7, []), (31, []), (32, [0])])

@@ -41,6 +41,14 @@ def around(x, dim, mode):
     return jnp.pad(x, pads, mode=mode) if x.shape[dim] > 2 else x
 
 
+def apart(x, dim, step, stride):
+    """Every so many rows of a dim, so many rows apart."""
+    rows = x[along(x, dim, slice(None, None, stride))]
+    n = rows.shape[dim] * step + 1
+    wide = jnp.ones([n if d == dim else m for d, m in enumerate(x.shape)])
+    return wide.at[along(x, dim, slice(0, n - 1, step))].set(rows) if x.size < 500 else x
+
+
 def stencil(x, dim):
     if x.shape[dim] < 3:
         return x
@@ -69,6 +77,10 @@ STEPS = {
     "gradient": lambda x, d, i: jnp.gradient(x, axis=d) if x.shape[d] > 1 else x,
     "twice": lambda x, d, i: jnp.repeat(x, 2, d) if x.size < 500 else x,
     "sum": lambda x, d, i: jnp.flip(x, d) + jnp.roll(x, 1, d),
+    "tile": lambda x, d, i: (
+        jnp.tile(x, [1 + i % 3 * (k == d) for k in range(x.ndim)]) if x.size < 500 else x
+    ),
+    "apart": lambda x, d, i: apart(x, d, 1 + i % 3, 1 + i // 3),
     "sine": lambda x, d, i: jnp.sin(x),
 }
 
@@ -198,3 +210,12 @@ def test_in_a_loop():
 
     low = check(steps, random_array((64, 12)), inputs=[ROWS], outputs=[ROWS])
     assert sent(low) <= 5 * rows * 12 * 4
+
+
+def test_few_copies_are_painted_and_many_are_made_of_a_gathered_tensor():
+    x, how = random_array((8, 3)), [ROWS]
+    few, many = (lambda x, n=n: jnp.tile(x, (n, 1)) for n in (3, 100))
+    lowered = check(few, x, exact=True, inputs=how, outputs=how)
+    assert sent(lowered) == 3 * 3 * 4  # a row of each copy
+    lowered = check(many, x, exact=True, inputs=how, outputs=how)
+    assert sent(lowered) == 7 * 3 * 4

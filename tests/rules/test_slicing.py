@@ -1,5 +1,6 @@
 """Data formatting: every configuration under every split, and only the rows that must move do."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from gshard.rules import slicing
+from gshard.rules.painting import RowMap
 from gshard.tensors.sharding import Sharding
 from tests.oracle import (
     DEVICE_COUNTS,
@@ -391,5 +392,5 @@ def test_all_copies_of_repeated_rows_arrive():
 
 def test_dims_that_shrink_where_they_are_change_first():
     source = Sharding.of_assignment(even_split(3, 1, 4), 4)
-    changes = dict.fromkeys((1, 2, 0))
-    assert slicing._order(changes, (8, 8, 8), (4, 4, 2), source) == [2, 0, 1]
+    (eqn,) = jax.make_jaxpr(lambda x: x[:4, :4, :2])(np.zeros((8, 8, 8))).eqns
+    assert RowMap(eqn).order(source, (8, 8, 8)) == [2, 0, 1]

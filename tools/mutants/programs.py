@@ -293,19 +293,23 @@ def _added(x: Any, a: Any, b: Any) -> Any:
     return jnp.tanh(y)
 
 
+_MOVED = (
+    "_cut", "_thinned", "_row", "_padded", "_reversed", "_repeated", "_joined", "_rolled",
+)  # fmt: skip
+
 # The programs that execute what a file of rules says; other files may show in any.
 ABOUT = {
-    "changes": ("_cut", "_thinned", "_row", "_padded", "_reversed", "_repeated"),
-    "concatenate": ("_joined", "_rolled"),
+    "axis_rows": _MOVED,
     "contraction": ("_in_a_ring", "_product"),
     "control": ("_in_a_loop", "_accumulated"),
     "cumulative": ("_scanned",),
     "dynamic_slice": ("_window_at", "_written_at"),
     "indexing": ("_looked_up", "_added_at"),
     "layout": ("_mixed", "_counted"),
+    "painting": _MOVED,
     "reduction": ("_sum", "_prod", "_max", "_min_of_integers", "_all", "_argmax"),
+    "row_map": _MOVED,
     "scatter": ("_added_at",),
-    "slicing": ("_cut", "_thinned", "_row"),
     "sort": ("_sorted", "_best"),
     "window": ("_convolution", "_dilated"),
     "window_reduce": ("_pooled",),

@@ -8,6 +8,8 @@ devices. As one operator (`row_map`), only the rows that cross from one tile to 
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,17 +17,15 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
-from gshard._jax import split_p
+from gshard._jax import split_p, tile_p
 from gshard.capture.simplify.known_updates import COMBINING, without_updates
 from gshard.capture.simplify.known_windows import gathered, scattered
 from gshard.capture.simplify.painting import painting
 from gshard.capture.simplify.passes import in_every_body
-from gshard.graph import Graph, renamed
+from gshard.graph import Graph, renamed, replacing
 from gshard.graph.row_map import Axis, Layer, by_rows, constant, entire, through, visible
+from gshard.rules.base.layers import ROW_MAPS, Layers, layers_of
 from gshard.rules.base.primitives import row_map_p
-
-Layers = tuple[Layer, ...]
-
 
 Near = Callable[[Any, Any], bool]
 
@@ -36,16 +36,16 @@ def composed(graph: Graph, near: Near = lambda source, result: False) -> list[Ja
     What only other compositions read is not composed itself: in a chain of updates, the last is.
     A tensor of which little is used is sliced before it is moved, unless it is `near` the result.
     """
-    if not any(eqn.primitive in _MAPS or eqn.primitive in COMBINING for eqn in graph.eqns):
+    if not any(eqn.primitive in _REWRITTEN for eqn in graph.eqns):
         return graph.eqns
-    eqns = _without_copies(without_updates(graph), graph.results)
+    eqns = list(_plain(without_updates(graph), graph.results))
     graph = Graph(eqns, graph.results, graph.known)
     origins = Origins(graph, near)
     needed = {a for a in graph.results if not isinstance(a, Literal)}
     found: list[JaxprEqn] = []
     for eqn in reversed(graph.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            made = _composed(eqn, origins, needed)
+            made = _composed(eqn, origins) if len(eqn.outvars) == 1 else [eqn]
             needed |= {a for e in made for a in e.invars if not isinstance(a, Literal)}
             found += reversed(made)
     return found[::-1]
@@ -55,32 +55,57 @@ compose_row_maps = in_every_body(composed)
 compose_row_maps.__name__ = "compose_row_maps"
 
 
-def _without_copies(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
-    """The equations without slices and pads that change nothing."""
+def _plain(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> Iterator[JaxprEqn]:
+    """Splits as slices and tiles as copies, without slices and pads that change nothing."""
     same: dict[Any, Any] = {}
-    kept = []
     for eqn in eqns:
         eqn = renamed(eqn, same) if same else eqn
+        if eqn.primitive is split_p:
+            yield from _slices(eqn)
+            continue
+        if eqn.primitive is tile_p:
+            yield from _copies(eqn)
+            continue
         if eqn.primitive in (p.slice_p, p.pad_p):
             (out,), source = eqn.outvars, eqn.invars[0]
             widths = [c for around in eqn.params.get("padding_config", ()) for c in around]
             if not any(widths) and out.aval == source.aval and out not in results:
                 same[out] = source
                 continue
-        kept.append(eqn)
-    return kept
+        yield eqn
 
 
-def _composed(eqn: JaxprEqn, origins: Origins, needed: set[Any]) -> list[JaxprEqn]:
-    if eqn.primitive is split_p:
-        parts = [eqn.replace(outvars=[v]) for v in eqn.outvars if v in needed]
-        made = [_composed_one(part, origins) for part in parts]
-        slices = all(made[i] != [parts[i]] for i in range(len(parts)))
-        return [e for own in made for e in own] if slices else [eqn]
-    return _composed_one(eqn, origins) if len(eqn.outvars) == 1 else [eqn]
+def _slices(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The parts of a split."""
+    (source,), at, dim = eqn.invars, 0, eqn.params["axis"]
+    for out, rows in zip(eqn.outvars, eqn.params["sizes"], strict=True):
+        starts = tuple(at if d == dim else 0 for d in range(len(out.aval.shape)))
+        limits = tuple(map(operator.add, starts, out.aval.shape))
+        params = {"start_indices": starts, "limit_indices": limits, "strides": None}
+        yield replacing(eqn, p.slice_p, [source], out, **params)
+        at += int(rows)
 
 
-def _composed_one(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn]:
+def _copies(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """A tensor several times over, painted if they are few."""
+    (source,), reps = eqn.invars, eqn.params["reps"]
+    shape = source.aval.shape
+    if not 0 < math.prod(reps) <= _COPIES or not source.aval.size:
+        return [eqn]
+    layers = [entire(source, shape)]
+    for d, number in enumerate(reps):
+        layers = [
+            layer.along(d, Axis(k * shape[d], shape[d], d))
+            for layer in layers
+            for k in range(number)
+        ]
+    return painting(eqn, layers)
+
+
+_COPIES = 64  # windows of one map
+
+
+def _composed(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn]:
     layers = origins.maps.get(eqn.outvars[0])
     if layers is None or eqn.primitive in _VIEWS:
         return [eqn]
@@ -184,60 +209,8 @@ def _can_paint(layer: Layer) -> bool:
 Maps = dict[Any, Layers]
 
 
-def _of_concatenate(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers:
-    dim, at, layers = eqn.params["dimension"], 0, []
-    for a in eqn.invars:
-        shape = a.aval.shape
-        layers.append(_moved(entire(a, shape), dim, at))
-        at += shape[dim]
-    return visible(layers)
-
-
-def _moved(layer: Layer, dim: int, by: int) -> Layer:
-    axis = layer.axes[dim]
-    axes = (*layer.axes[:dim], axis._replace(at=axis.at + by), *layer.axes[dim + 1 :])
-    return Layer(layer.source, layer.base, axes)
-
-
-def _of_map(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers:
-    return tuple(Layer(eqn.invars[n.source], n.base, n.axes) for n in eqn.params["layers"])
-
-
-def _of_split(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers:
-    number = next(i for i, v in enumerate(eqn.outvars) if v is result)
-    before = int(sum(eqn.params["sizes"][:number]))
-    layer = entire(eqn.invars[0], result.aval.shape)
-    base = tuple(before if d == eqn.params["axis"] else 0 for d in range(len(layer.base)))
-    return (Layer(layer.source, base, layer.axes),)
-
-
-def _of_slice(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers:
-    strides = eqn.params["strides"] or (1,) * len(result.aval.shape)
-    axes = tuple(
-        Axis(0, n, d, 1, int(s) if n > 1 else 1)
-        for d, (n, s) in enumerate(zip(result.aval.shape, strides, strict=True))
-    )
-    return (Layer(eqn.invars[0], tuple(map(int, eqn.params["start_indices"])), axes),)
-
-
-def _of_pad(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers:
-    (operand, value), base, axes = eqn.invars, [], []
-    for d, (low, _, interior) in enumerate(eqn.params["padding_config"]):
-        step, end = int(interior) + 1, result.aval.shape[d]
-        first = max(0, -(int(low) // step))
-        at = int(low) + first * step
-        count = max(0, min(operand.aval.shape[d] - first, -(-(end - at) // step)))
-        base.append(first)
-        axes.append(Axis(at, count, d, step if count > 1 else 1))
-    own = Layer(operand, tuple(base), tuple(axes))
-    return visible([constant(value, result.aval.shape), own])
-
-
-def _of_reversal(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers:
-    turned, shape = eqn.params["dimensions"], result.aval.shape
-    axes = tuple(Axis(0, n, d, 1, -1 if d in turned and n > 1 else 1) for d, n in enumerate(shape))
-    base = tuple(n - 1 if d in turned else 0 for d, n in enumerate(shape))
-    return (Layer(eqn.invars[0], base, axes),)
+def _of_row_map(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers:
+    return tuple(Layer(eqn.invars[n.source], n.base, n.axes) for n in layers_of(eqn))
 
 
 def _of_reshape(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
@@ -312,12 +285,7 @@ def _is_padded(layers: Layers) -> bool:
 
 # Finds the layers of a result of an equation, given those of the equations before.
 _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = {
-    p.concatenate_p: _of_concatenate,
-    row_map_p: _of_map,
-    split_p: _of_split,
-    p.slice_p: _of_slice,
-    p.pad_p: _of_pad,
-    p.rev_p: _of_reversal,
+    **dict.fromkeys(ROW_MAPS, _of_row_map),
     p.reshape_p: _of_reshape,
     p.squeeze_p: _of_reshape,
     p.broadcast_in_dim_p: _of_broadcast,
@@ -327,6 +295,7 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
     p.add_p: _of_sum,
     p.add_jaxvals_p: _of_sum,
 }
+_REWRITTEN = {*_MAPS, *COMBINING, split_p, tile_p}
 _SUMS = (p.add_p, p.add_jaxvals_p)
-_MOVING = (p.slice_p, p.pad_p, p.rev_p, split_p)
+_MOVING = (p.slice_p, p.pad_p, p.rev_p)
 _VIEWS = (p.reshape_p, p.squeeze_p, p.broadcast_in_dim_p, p.convert_element_type_p)

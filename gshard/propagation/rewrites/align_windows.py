@@ -19,10 +19,11 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import Var
 from gshard.capture.simplify.painting import painting
-from gshard.capture.simplify.row_maps import Layers, Origins, composed
+from gshard.capture.simplify.row_maps import Origins, composed
 from gshard.graph import Graph, at_every_level, live, replacing
 from gshard.graph.row_map import Axis, Layer, constant, entire, through
 from gshard.graph.source import source_of
+from gshard.rules.base.layers import Layers
 from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import RULES
 from gshard.tensors.sharding import Sharding, Split
