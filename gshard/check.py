@@ -16,11 +16,10 @@ def check(fun: Callable[..., Any], /, *args: Any, **keywords: Unpack[JitKeywords
     """Run `fun` partitioned and unpartitioned, equation by equation, and compare every value.
 
     `fun` is a function, which is partitioned with these keywords of `gshard.jit`, or one that
-    `gshard.jit` returned. `devices=8` is enough: the program is replayed on the host, and needs no
-    hardware. Each equation is run unpartitioned on the operands that the devices have, so that a
-    fault is found where it happens, and the results have to agree within the rounding errors of
-    that one operator in its type. Values that only exist in one of the programs are counted in
-    `Report.not_compared`.
+    `gshard.jit` returned. `devices=8` is enough: both programs run on the host, on numbers for
+    which addition is associative, and have to be equal exactly (`Report.exact`): no tolerance.
+    The arguments decide branches, routing and comparisons. Values that only exist in one of the
+    programs are counted in `Report.not_compared`.
     """
     if isinstance(fun, Jitted):
         if keywords:

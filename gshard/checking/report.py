@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +15,12 @@ _SHOWN = 12  # rows of a table
 
 @dataclass(frozen=True)
 class Difference:
-    """A value of the partitioned program that rounding does not explain.
+    """A value of the partitioned program that is another one than that of the user's program.
 
     `what` is "result" for the operator's own result, else the reason of the reshard that moved it.
-    `index` is the index in the global array of the element that differs most, `got` what `device`
-    has there, `expected` what the operator gives on one device, and `bound` how far apart they may
-    be. `runs` are the iteration numbers of the loops around it.
+    `index` is the index in the global array of the first element that differs, `got` what `device`
+    has there, and `expected` what it should be. Where these are equal as floats, the difference is
+    below their rounding, or `why` names it. `runs` are the iteration numbers of the loops around.
     """
 
     operator: str
@@ -33,8 +34,8 @@ class Difference:
     index: tuple[int, ...]
     got: Any
     expected: Any
-    bound: float
     elements: int  # how many differ
+    why: str = ""
 
     def __str__(self) -> str:
         runs = "".join(f", run {n} of its loop" for n in self.runs)
@@ -42,45 +43,98 @@ class Difference:
         return (
             f"{self.source}: {self.operator} ({self.what}{runs}), {size} {self.sharding}: "
             f"element {list(self.index)} is {self.got} on device {self.device}, and "
-            f"{self.expected} unpartitioned; rounding explains {self.bound:.2g}. "
+            f"{self.expected} unpartitioned{self.why and ', ' + self.why}. "
             f"{counted(self.elements, 'element')} differ"
         )
 
 
 @dataclass
 class Line:
-    """The values of one operator at one line: how often compared, and the worst of them.
+    """The values of one operator at one line: how often compared, and how many differ.
 
-    `worst` is the largest difference in units of its bound: above 1 it is not explained.
+    `rounded` were compared within rounding, and `proved` exactly.
     """
 
     operator: str
     source: str
     compared: int = 0
     different: int = 0
-    worst: float = 0.0
+    rounded: int = 0
+
+    @property
+    def proved(self) -> int:
+        """How many are equal exactly."""
+        return self.compared - self.rounded - self.different
+
+
+@dataclass(frozen=True)
+class Covered:
+    """How many comparisons of values were exact, and how many within rounding, by operator.
+
+    `not_reached` counts values that exist in only one of the programs, by reason.
+    """
+
+    proved: int
+    within_rounding: Mapping[str, int]
+    not_reached: Mapping[str, int]
+
+    @property
+    def share(self) -> float:
+        """The share of all comparisons that were exact."""
+        return self.proved / max(self.proved + sum(self.within_rounding.values()), 1)
 
 
 @dataclass
 class Report:
-    """Whether every value of a program is what its operator gives unpartitioned.
+    """Whether every value that the devices have is that of the user's program.
 
-    `differences` are in the order in which devices compute. Each operator is compared on the
-    operands that the devices have, so that one fault is reported once. `not_compared` counts the
-    values that were not compared, by reason.
+    `differences` are in the order in which devices compute. What follows from a difference is
+    counted in `not_compared`, with the values that exist in only one of the programs, by reason.
+    `near_ties` counts decisions by floats that rounding could change, for which another point was
+    drawn. Where sizes were reduced, `sizes` has them.
     """
 
     name: str
     devices: int
-    compared: int = 0
     differences: list[Difference] = field(default_factory=list)
     not_compared: Counter[str] = field(default_factory=Counter)
     lines: dict[tuple[str, str], Line] = field(default_factory=dict)
+    degree: float = 1.0
+    near_ties: int = 0
+    sizes: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         """Whether nothing differs."""
         return not self.differences
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing differs, and nothing was compared within rounding."""
+        return self.ok and not self.covered.within_rounding
+
+    @property
+    def error_probability(self) -> float:
+        """At most how likely it is that an element that differs was not noticed.
+
+        Polynomials of this degree agree at a random point so often, at most (Schwartz-Zippel).
+        """
+        return min(1.0, (1 + self.degree) / (2.0**61 - 1))
+
+    @property
+    def compared(self) -> int:
+        """How many values were compared."""
+        return sum(line.compared for line in self.lines.values())
+
+    @property
+    def covered(self) -> Covered:
+        """What was proved, what was compared within rounding, and what was not reached."""
+        rounded: Counter[str] = Counter()
+        for line in self.lines.values():
+            if line.rounded:
+                rounded[line.operator] += line.rounded
+        proved = sum(line.compared - line.rounded for line in self.lines.values())
+        return Covered(proved, dict(rounded), dict(self.not_compared))
 
     @property
     def first(self) -> Difference | None:
@@ -89,8 +143,8 @@ class Report:
 
     @property
     def table(self) -> list[Line]:
-        """A line for each operator and source line, those with the largest differences first."""
-        return sorted(self.lines.values(), key=lambda line: -line.worst)
+        """A line for each operator and source line, those that differ most often first."""
+        return sorted(self.lines.values(), key=lambda line: (-line.different, -line.rounded))
 
     def line(self, operator: str, source: str) -> Line:
         """The line of the table for an operator."""
@@ -99,25 +153,35 @@ class Report:
     def __str__(self) -> str:
         values = f"{counted(self.compared, 'value')} of {self.name}"
         values += f" on {counted(self.devices, 'device')}"
-        if self.ok:
-            head = f"ok: {values} compared, all within what rounding explains"
+        covered = self.covered
+        if self.exact:
+            chance = f"the probability of an error is below {self.error_probability:.1g}"
+            head = f"ok: {values}, all equal exactly; {chance}"
+        elif self.ok:
+            names = ", ".join(f"{n:,} of {k}" for k, n in covered.within_rounding.items())
+            head = f"ok: {values}, {covered.proved:,} equal exactly, within rounding {names}"
         else:
             head = f"{len(self.differences)} of {values} differ. The first:\n  {self.first}"
-        left = [f"not compared: {n:,} {why}" for why, n in self.not_compared.most_common()]
+        more = [f"not compared: {n:,} {why}" for why, n in self.not_compared.most_common()]
+        if self.sizes:
+            taken = ", ".join(f"{new:,} for {old:,}" for old, new in self.sizes.items())
+            more.append(f"sizes were reduced: {taken}")
+        if self.near_ties:
+            more.append(f"another point was drawn for {counted(self.near_ties, 'near tie')}")
         rows = [
-            f"  {line.worst:8.2g} x bound  {line.compared:6,} x  {line.operator:<22} {line.source}"
+            f"  {line.compared:6,} x  {line.operator:<22} {line.source}"
             for line in self.table[:_SHOWN]
         ]
-        return "\n".join([head, *left, "largest differences, in units of their bounds:", *rows])
+        return "\n".join([head, *more, "the operators with most differences:", *rows])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """The first difference, and the table: how notebooks show it."""
         rows = [
-            (line.operator, line.source, line.compared, line.different, f"{line.worst:.2g}")
+            (line.operator, line.source, line.compared, line.different, line.rounded)
             for line in self.table[:_SHOWN]
         ]
         head = f"ok, {self.compared:,} values" if self.ok else str(self.first)
-        columns = ("operator", "source", "compared", "different", "worst / bound")
+        columns = ("operator", "source", "compared", "different", "within rounding")
         return f"<p>{table((head,), ())}</p>{table(columns, rows)}"

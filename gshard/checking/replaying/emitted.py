@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,11 @@ class Emitted:
     consts: Sequence[Any]
     held: Mapping[Any, Sequence[Held]]  # what the variables of the program hold of the user's
     flat: ClosedJaxpr
+
+    @property
+    def count(self) -> int:
+        """How many devices there are."""
+        return math.prod(self.sizes.values())
 
     def entering(self, arguments: Sequence[Any]) -> list[Value]:
         """The tiles of all devices of everything that enters, from flat logical arguments."""

@@ -1,28 +1,24 @@
-"""The interpreter: what all devices run, one equation at a time, each on all devices in turn.
+"""The interpreter: what all devices run, one equation at a time.
 
-A value is a list with an entry for each device; None for a device that does not run there, as in a
-branch that it does not take. Local work is done by the primitives themselves, on one CPU device;
-collectives by `collectives`. Calls, loops and branches are entered.
+What a value is, and what operators do to it, is up to a `Domain`: floats as devices have them
+(`on_host.OnEach`), or exact numbers (`exact.machine`). Calls, loops and branches are entered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.checking.replaying.collectives import NAMES, groups_of, rank_in, run_collective
-from gshard.checking.replaying.on_host import OnHost
+from gshard.checking.replaying.collectives import NAMES, groups_of
 from gshard.graph.regions import LOOPS, called, counts_of
 from gshard.graph.source import source_of
-from gshard.tensors.devices import lookup_p
 
-Value = list[Any]  # an entry for each device
+Value = Any  # what all devices have, as a domain holds it
 Path = tuple[tuple[JaxprEqn, int], ...]  # the loops and branches around, with the number of each
 
 
@@ -44,51 +40,78 @@ class Event:
 
     eqn: JaxprEqn | None
     variables: Sequence[Any]
-    values: Sequence[Value]
+    values: list[Value]  # others may be put in their places
     operands: Sequence[Value]
     path: Path
     ends: bool = False  # a loop or call, whose equations have been events of their own
+    active: Any = True  # the devices that run here
 
 
 Run = Generator[Event, None, list[Value]]
 
 
+class Domain(Protocol):
+    """What values are, and what operators do to them on the devices that are `active`."""
+
+    def literal(self, value: Any, active: np.ndarray) -> Value:
+        """A constant."""
+
+    def row(self, value: Value, number: int) -> Value:
+        """A row of a tensor, on every device."""
+
+    def stacked(self, rows: list[Value], aval: Any) -> Value:
+        """The tensor of some rows."""
+
+    def on(self, value: Value, devices: np.ndarray) -> Value:
+        """A value on some devices alone; the others have nothing, or anything."""
+
+    def merged(self, new: Value, old: Value | None, devices: np.ndarray) -> Value:
+        """The new value on some devices, the old one on the others."""
+
+    def numbers(self, value: Value, count: int) -> np.ndarray:
+        """An integer, or a truth value, of each device."""
+
+    def collective(self, eqn: JaxprEqn, operands: Sequence[Value], sizes: Mapping[str, int]) -> Any:
+        """The results of a collective, or of `axis_index`."""
+
+    def local(self, eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[Value]:
+        """The results of an equation that sends nothing."""
+
+
 class Lockstep:
     """Runs programs for all devices of a mesh with axes of these `sizes`."""
 
-    def __init__(self, sizes: Mapping[str, int]):
+    def __init__(self, sizes: Mapping[str, int], domain: Domain):
         self.sizes = dict(sizes)
         self.count = int(np.prod(list(self.sizes.values())))
-        self.on_host = OnHost()
+        self.domain = domain
         self._last: dict[Jaxpr, dict[Any, int]] = {}
 
     def run(
         self,
         closed: ClosedJaxpr,
         args: Sequence[Value],
-        active: Sequence[bool] | None = None,
+        active: np.ndarray | None = None,
         path: Path = (),
     ) -> Run:
         """Run a program on the `active` devices: the events on the way, and at last its results."""
-        jaxpr = closed.jaxpr
+        jaxpr, domain = closed.jaxpr, self.domain
         variables = (*jaxpr.constvars, *jaxpr.invars)
-        values = (*([c] * self.count for c in closed.consts), *args)
-        active = [True] * self.count if active is None else active
-        env: dict[Any, Value] = dict(zip(variables, values, strict=True))
+        on = np.ones(self.count, bool) if active is None else active
+        begins = [*(domain.literal(c, on) for c in closed.consts), *args]
+        yield Event(None, variables, begins, (), path, active=on)
+        env: dict[Any, Value] = dict(zip(variables, begins, strict=True))
         last = self._last_uses(jaxpr)
-        yield Event(None, variables, values, (), path)
 
         def read(atom: Any) -> Value:
-            if isinstance(atom, Literal):
-                return [atom.val if on else None for on in active]
-            return env[atom]
+            return domain.literal(atom.val, on) if isinstance(atom, Literal) else env[atom]
 
         for number, eqn in enumerate(jaxpr.eqns):
             operands = [read(a) for a in eqn.invars]
-            results = yield from self._equation(eqn, operands, active, path)
-            env.update(zip(eqn.outvars, results, strict=True))
+            results = yield from self._equation(eqn, operands, on, path)
             entered = eqn.primitive in LOOPS or called(eqn) is not None
-            yield Event(eqn, eqn.outvars, results, operands, path, entered)
+            yield Event(eqn, eqn.outvars, results, operands, path, entered, on)
+            env.update(zip(eqn.outvars, results, strict=True))
             for atom in (*eqn.invars, *eqn.outvars):
                 if not isinstance(atom, Literal) and last.get(atom, -1) <= number:
                     env.pop(atom, None)
@@ -108,7 +131,7 @@ class Lockstep:
         return self._last[jaxpr]
 
     def _equation(
-        self, eqn: JaxprEqn, operands: list[Value], active: Sequence[bool], path: Path
+        self, eqn: JaxprEqn, operands: list[Value], active: np.ndarray, path: Path
     ) -> Run:
         primitive = eqn.primitive
         if primitive is p.scan_p:
@@ -116,21 +139,20 @@ class Lockstep:
         if primitive is p.while_p:
             return (yield from self._while(eqn, operands, active, path))
         if primitive is p.cond_p:
-            return (yield from self._cond(eqn, operands, path))
+            return (yield from self._cond(eqn, operands, active, path))
         if (body := called(eqn)) is not None:
             return (yield from self.run(body, operands, active, path))
-        if primitive is p.axis_index_p:
-            numbers = rank_in(eqn, self.sizes)
-            return [_on([jnp.asarray(n, jnp.int32) for n in numbers], active)]
-        if primitive.name in NAMES:
+        if primitive is p.axis_index_p or primitive.name in NAMES:
             self._check_together(eqn, active)
             with eqn.ctx.manager, np.errstate(all="ignore"):
-                return run_collective(eqn, operands, self.sizes)
-        return self._local(eqn, operands, active)
+                return list(self.domain.collective(eqn, operands, self.sizes))
+        return list(self.domain.local(eqn, operands, active))
 
-    def _check_together(self, eqn: JaxprEqn, active: Sequence[bool]) -> None:
+    def _check_together(self, eqn: JaxprEqn, active: np.ndarray) -> None:
+        if eqn.primitive is p.axis_index_p or active.all():
+            return
         for group in groups_of(eqn, self.sizes):
-            if len({active[d] for d in group}) > 1:
+            if len({bool(active[d]) for d in group}) > 1:
                 here = [d for d in group if active[d]]
                 away = [d for d in group if not active[d]]
                 raise DivergedError(
@@ -139,97 +161,51 @@ class Lockstep:
                     "loop earlier. On hardware this program hangs"
                 )
 
-    def _local(self, eqn: JaxprEqn, operands: list[Value], active: Sequence[bool]) -> list[Value]:
-        """The results of an equation that sends nothing; equal operands give results once."""
-        results: list[Value] = [[None] * self.count for _ in eqn.outvars]
-        known: dict[tuple[int, ...], Sequence[Any]] = {}
-        for device in range(self.count):
-            if not active[device]:
-                continue
-            own = [value[device] for value in operands]
-            key = tuple(map(id, own))
-            if key not in known or eqn.effects:
-                known[key] = self._evaluate(eqn, own)
-            for result, array in zip(results, known[key], strict=True):
-                result[device] = array
-        return results
-
-    def _evaluate(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        if eqn.primitive is lookup_p:
-            return [jnp.asarray(eqn.params["table"].rows[int(values[0])])]
-        return self.on_host(eqn, values)
-
-    def _scan(
-        self, eqn: JaxprEqn, operands: list[Value], active: Sequence[bool], path: Path
-    ) -> Run:
+    def _scan(self, eqn: JaxprEqn, operands: list[Value], active: np.ndarray, path: Path) -> Run:
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         consts, carried = counts_of(eqn)
         carry, xs = operands[consts : consts + carried], operands[consts + carried :]
         stacks: list[list[Value]] = [[] for _ in eqn.outvars[carried:]]
         order = range(length)
         for number in reversed(order) if eqn.params["reverse"] else order:
-            rows = [[None if x is None else x[number] for x in value] for value in xs]
-            inside = (*path, (eqn, number))
+            rows = [self.domain.row(value, number) for value in xs]
             args = [*operands[:consts], *carry, *rows]
-            results = yield from self.run(body, args, active, inside)
+            results = yield from self.run(body, args, active, (*path, (eqn, number)))
             carry = results[:carried]
             for stack, result in zip(stacks, results[carried:], strict=True):
                 stack.append(result)
         if eqn.params["reverse"]:
             stacks = [stack[::-1] for stack in stacks]
-        made = [
-            self._stacked(stack, var.aval)
-            for stack, var in zip(stacks, eqn.outvars[carried:], strict=True)
-        ]
-        return [*carry, *made]
+        made = zip(stacks, eqn.outvars[carried:], strict=True)
+        return [*carry, *(self.domain.stacked(stack, var.aval) for stack, var in made)]
 
-    def _stacked(self, rows: list[Value], aval: Any) -> Value:
-        if not rows:
-            return [jnp.zeros(aval.shape, aval.dtype)] * self.count
-        columns = zip(*rows, strict=True)
-        return [None if c[0] is None else jnp.stack([jnp.asarray(x) for x in c]) for c in columns]
-
-    def _while(
-        self, eqn: JaxprEqn, operands: list[Value], active: Sequence[bool], path: Path
-    ) -> Run:
+    def _while(self, eqn: JaxprEqn, operands: list[Value], active: np.ndarray, path: Path) -> Run:
         """Each device runs the loop until its own condition is false."""
         cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         carry, number = operands[n_cond + n_body :], 0
-        running = list(active)
+        running, domain = active, self.domain
         while True:
             inside = (*path, (eqn, number))
-            now = [_on(v, running) for v in carry]
-            consts = [_on(v, running) for v in operands[: n_cond + n_body]]
-            (again,) = yield from self.run(cond, [*consts[:n_cond], *now], running, inside)
-            running = [on and bool(again[d]) for d, on in enumerate(running)]
-            if not any(running):
+            now = [domain.on(v, running) for v in (*operands[:n_cond], *carry)]
+            (again,) = yield from self.run(cond, now, running, inside)
+            running = running & domain.numbers(again, self.count).astype(bool)
+            if not running.any():
                 return list(carry)
-            now = [_on(v, running) for v in carry]
-            consts = [_on(v, running) for v in operands[n_cond : n_cond + n_body]]
-            results = yield from self.run(body, [*consts, *now], running, inside)
-            carry = [_merged(r, c) for r, c in zip(results, carry, strict=True)]
+            now = [domain.on(v, running) for v in (*operands[n_cond : n_cond + n_body], *carry)]
+            results = yield from self.run(body, now, running, inside)
+            carry = [domain.merged(r, c, running) for r, c in zip(results, carry, strict=True)]
             number += 1
 
-    def _cond(self, eqn: JaxprEqn, operands: list[Value], path: Path) -> Run:
+    def _cond(self, eqn: JaxprEqn, operands: list[Value], active: np.ndarray, path: Path) -> Run:
         index, *arguments = operands
         branches = eqn.params["branches"]
-        chosen = [None if i is None else min(max(int(i), 0), len(branches) - 1) for i in index]
-        results: list[Value] = [[None] * self.count for _ in eqn.outvars]
-        for number in sorted({i for i in chosen if i is not None}):
-            taken = [i == number for i in chosen]
-            inside = (*path, (eqn, number))
-            args = [_on(v, taken) for v in arguments]
-            made = yield from self.run(branches[number], args, taken, inside)
-            results = [_merged(m, r) for m, r in zip(made, results, strict=True)]
+        chosen = np.clip(self.domain.numbers(index, self.count).astype(int), 0, len(branches) - 1)
+        results: list[Any] = [None] * len(eqn.outvars)
+        for number in sorted(set(chosen[active].tolist())):
+            taken = active & (chosen == number)
+            args = [self.domain.on(v, taken) for v in arguments]
+            made = yield from self.run(branches[number], args, taken, (*path, (eqn, number)))
+            both = zip(made, results, strict=True)
+            results = [self.domain.merged(new, old, taken) for new, old in both]
         return results
-
-
-def _on(value: Value, devices: Sequence[bool]) -> Value:
-    """A value on some devices alone."""
-    return [x if on else None for x, on in zip(value, devices, strict=True)]
-
-
-def _merged(new: Value, old: Value) -> Value:
-    """The new value where there is one, else the old one."""
-    return [o if n is None else n for n, o in zip(new, old, strict=True)]

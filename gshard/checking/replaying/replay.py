@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from gshard.checking.replaying.collectives import NAMES, exchanged
 from gshard.checking.replaying.emitted import Emitted
 from gshard.checking.replaying.finite import Finite
 from gshard.checking.replaying.lockstep import Event, Lockstep, Value, runs_of
+from gshard.checking.replaying.on_host import OnEach
 from gshard.checking.replaying.step import DeviceTile, Origin, Step, steps_counted, table
 from gshard.checking.replaying.tiles import place_of, plain
 from gshard.graph.reason import NO_REASON
@@ -40,7 +42,7 @@ class Replay(Iterator[Step]):
         until: Until,
         tree: Callable[[list[Any]], Any],
     ):
-        machine = Lockstep(emitted.sizes)
+        machine = Lockstep(emitted.sizes, OnEach(math.prod(emitted.sizes.values())))
         if not 0 <= device < machine.count:
             raise ValueError(
                 f"device is {device}; the program has devices 0 to {machine.count - 1}"

@@ -211,7 +211,7 @@ def test_devices_that_would_wait_for_each_other_are_named():
     with pytest.raises(
         DivergedError, match=r"test_replay.py:\d+: devices \[0, 1, 2\] run psum, an"
     ):
-        list(Lockstep({"a": 4}).run(body, [[np.float32(1.0)] * 4]))
+        list(Lockstep({"a": 4}, on_host.OnEach(4)).run(body, [[np.float32(1.0)] * 4]))
 
 
 # --------------------------------------------------------------- tiles and collectives
@@ -258,7 +258,7 @@ def test_collectives_do_what_the_compiled_ones_do():
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     x = random_array((D * 8, 3), np.int32)
     body = jax.make_jaxpr(fn, axis_env=[("a", 2), ("b", 4)])(x[:8])
-    run = Lockstep({"a": 2, "b": 4}).run(body, [list(np.split(x, D))])
+    run = Lockstep({"a": 2, "b": 4}, on_host.OnEach(D)).run(body, [list(np.split(x, D))])
     events = []
     try:
         while True:

@@ -1,0 +1,38 @@
+"""Points at which programs are compared: the user's values, or random ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from gshard.checking.exact.number import Value, constant, drawn, generic, is_float
+from gshard.checking.replaying.emitted import Emitted
+from gshard.checking.replaying.tiles import logical
+
+
+def at_values(emitted: Emitted, arguments: Sequence[Any]) -> Iterator[list[Value]]:
+    """The user's arguments, with random elements of the field."""
+    for seed in itertools.count():
+        rng = np.random.default_rng(seed)
+        values = map(logical, (*emitted.consts, *arguments))
+        yield [drawn(x, x.dtype, rng) for x in values]
+
+
+def at_random(emitted: Emitted) -> Iterator[list[Value]]:
+    """Random numbers of the arguments' types; constants that the function closes over stay."""
+    variables = emitted.flat.jaxpr.invars
+    for seed in itertools.count():
+        rng = np.random.default_rng(seed)
+        own = [drawn(x, x.dtype, rng) for x in map(logical, emitted.consts)]
+        yield own + [_random(v.aval, rng) for v in variables[len(own) :]]
+
+
+def _random(aval: Any, rng: np.random.Generator) -> Value:
+    if is_float(aval.dtype):
+        return generic(aval.shape, rng)
+    if np.dtype(aval.dtype).kind == "b":
+        return rng.integers(0, 2, (1, *aval.shape)).astype(bool)
+    return constant(rng.integers(0, 4, aval.shape).astype(aval.dtype))

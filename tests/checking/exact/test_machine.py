@@ -1,0 +1,114 @@
+"""Operators on exact numbers, beside JAX's own: on whole numbers both are exact."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from gshard.checking.exact.machine import ExactNumbers
+from gshard.checking.exact.number import Exact, constant, of_floats, plain
+from gshard.checking.replaying.lockstep import Lockstep
+
+D = 4
+X = np.random.default_rng(0).integers(-4, 5, (D, 3, 5, 4)).astype(np.float32)
+W = np.random.default_rng(1).integers(-4, 5, (D, 4, 3)).astype(np.float32)
+I = np.random.default_rng(2).integers(0, 6, (D, 2)).astype(np.int32)  # noqa: E741
+IMAGE = np.random.default_rng(3).integers(-4, 5, (D, 2, 6, 7, 4)).astype(np.float32)
+KERNEL = np.random.default_rng(4).integers(-2, 3, (D, 3, 2, 2, 6)).astype(np.float32)
+
+
+def run(fn, *args):
+    """The results of all devices, as exact numbers, by one run for all of them."""
+    closed = jax.make_jaxpr(fn)(*(a[0] for a in args))
+    machine = Lockstep({"a": D}, ExactNumbers(D))
+    running = machine.run(closed, [of_floats(a) if a.dtype.kind == "f" else a for a in args])
+    with np.errstate(all="ignore"):
+        while True:
+            try:
+                next(running)
+            except StopIteration as end:
+                return closed, end.value
+
+
+MOVED = {
+    "views": lambda x, i: (x.reshape(5, 12).T[::-1], x.transpose(2, 0, 1), x[None, 1:, ::2]),
+    "joined": lambda x, i: (jnp.concatenate([x, -x], 1), jnp.stack([x, x * 2], 1)),
+    "padded": lambda x, i: lax.pad(x, 7.0, [(-1, 2, 0), (1, -2, 1), (0, 0, 2)]),
+    "rows": lambda x, i: (x[i[0]], x[:, i], x.at[i].get(mode="fill", fill_value=3)),
+    "one of each": lambda x, i: jnp.take_along_axis(x, jnp.abs(x).astype(int) % 3, 1),
+    "windows": lambda x, i: lax.dynamic_slice(x, (i[0], i[1], 0), (2, 2, 4)),
+    "updates": lambda x, i: lax.dynamic_update_slice(x, x[:2, :2] * 2, (i[0], i[1], 0)),
+    "written": lambda x, i: (x.at[i].set(9, mode="drop"), x.at[:, i].add(x[:, :2])),
+    "repeated": lambda x, i: x.at[i * 0].add(2.0).at[i * 0].mul(3.0).at[i * 0].max(x[:2]),
+    "sorted": lambda x, i: (jnp.sort(x, 0), lax.sort_key_val(x, x * 2, 1), lax.top_k(x, 2)[0]),
+    "places": lambda x, i: (jnp.argmax(x, 1), jnp.argmin(x), jnp.argsort(-x, stable=True)),
+    "chosen": lambda x, i: (jnp.where(x > 1, x, -x), jnp.clip(x, -2, 1), jnp.sign(x)),
+}
+SUMMED = {
+    "sums": lambda x, w: (x.sum(1), x.sum(), jnp.prod(x, 2), x.max(), x.min((0, 1)), (x > 0).all()),
+    "cumulative": lambda x, w: (jnp.cumsum(x, 1), lax.cummax(x, 0), lax.cumprod(x, 2, True)),
+    "products": lambda x, w: (x @ w, jnp.einsum("abc,adc->abd", x, x), jnp.tensordot(x, x, 3)),
+    "powers": lambda x, w: (x**3, x * x - x, -x, jnp.square(w), jnp.abs(w), x // 2, x % 3),
+    "types": lambda x, w: (x.astype(int) * 3, jnp.round(x / 2), jnp.floor(x / 2), x > w[0, 0]),
+    "pooled": lambda x, w: lax.reduce_window(x, 0.0, lax.add, (2, 3, 1), (1, 2, 1), "SAME"),
+    "largest": lambda x, w: lax.reduce_window(x, -np.inf, lax.max, (2, 2, 2), (1, 1, 2), "VALID"),
+    "groups": lambda x, w: lax.ragged_dot(x[0], jnp.stack([w, w * 2]), jnp.array([2, 3])),
+    "loops": lambda x, w: lax.scan(lambda c, r: (c + r[0, 0], r * c), 0.0, x),
+    "while": lambda x, w: lax.while_loop(
+        lambda c: c[1] < c[0][0, 0, 0], lambda c: (c[0], c[1] + 1), (x, -9.0)
+    ),
+    "branches": lambda x, w: lax.cond(x[0, 0, 0] > 0, lambda: x * 2, lambda: x + 1),
+}
+CONVOLVED = {
+    "plain": lambda x, k: conv(x, k, (1, 1), "SAME"),
+    "dilated": lambda x, k: conv(x, k, (2, 1), [(2, 1), (0, 3)], rhs_dilation=(1, 2)),
+    "transposed": lambda x, k: conv(x, k, (1, 1), [(1, 2), (0, 1)], lhs_dilation=(2, 3)),
+    "its gradient": lambda x, k: jax.grad(lambda k: conv(x, k, (2, 1), "SAME").sum())(k),
+}
+
+
+def conv(x, k, *args, **more):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, k, *args, dimension_numbers=numbers, feature_group_count=2, **more
+    )
+
+
+CASES = [(fn, X, I) for fn in MOVED.values()] + [(fn, X, W) for fn in SUMMED.values()]
+CASES += [(fn, IMAGE, KERNEL) for fn in CONVOLVED.values()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[*MOVED, *SUMMED, *CONVOLVED])
+def test_as_jax(case):
+    fn, *args = case
+    closed, found = run(fn, *args)
+    for d in range(D):
+        wanted = jaxpr_as_fun(closed)(*(a[d] for a in args))
+        for got, right in zip(found, wanted, strict=True):
+            right = np.asarray(right)
+            own = plain(got)[d if len(plain(got)) > 1 else 0]
+            np.testing.assert_array_equal(own, right)
+            if isinstance(got, Exact):
+                residues = got.r[d if len(got.r) > 1 else 0]
+                np.testing.assert_array_equal(residues, constant(right).r[0])
+
+
+def test_exponentials_of_differences_from_a_maximum():
+    """Each half with its own maximum, rescaled: the same as with one maximum for all."""
+
+    def both(x):
+        plain_one = jnp.exp(x - x.max())
+        halves = x[:1], x[1:]
+        own = [h.max() for h in halves]
+        all_of_them = jnp.maximum(*own)
+        parts = [
+            jnp.exp(m - all_of_them) * jnp.exp(h - m) for h, m in zip(halves, own, strict=True)
+        ]
+        return plain_one.sum(), sum(p.sum() for p in parts)
+
+    x = X + np.random.default_rng(0).random(X.shape).astype(np.float32)
+    _, (one, other) = run(both, x)
+    assert (one.r == other.r).all()
+    assert (one.f != other.f).any()
