@@ -24,6 +24,7 @@ from gshard.checking.exact.number import (
     plain,
     spread,
 )
+from gshard.checking.exact.order import ORDER
 from gshard.checking.exact.other import other
 from gshard.checking.exact.pointwise import POINTWISE, aligned, bits_of, larger, smaller
 from gshard.checking.exact.structure import STRUCTURE
@@ -43,7 +44,7 @@ from gshard.tensors.manual import (
 _AXIS = "devices"
 (_reduce_scatter_p,) = private_primitives("lax.parallel", "reduce_scatter_p")
 _REDUCING = (p.psum_p, p.pmax_p, p.pmin_p)
-_OPERATORS: dict[str, Callable[..., Any]] = {**POINTWISE, **STRUCTURE, **SUMS}
+_OPERATORS: dict[str, Callable[..., Any]] = {**POINTWISE, **STRUCTURE, **ORDER, **SUMS}
 
 
 class ExactNumbers:

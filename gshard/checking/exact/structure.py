@@ -16,7 +16,6 @@ from jax.extend.core import JaxprEqn
 
 from gshard.checking.exact import field
 from gshard.checking.exact.number import (
-    Bits,
     Exact,
     Value,
     at,
@@ -30,8 +29,6 @@ from gshard.checking.exact.number import (
     spread,
 )
 from gshard.checking.exact.pointwise import POINTWISE, bits_of, larger, smaller
-
-Index = tuple[Any, ...]
 
 
 def _view(move: Callable[[JaxprEqn, np.ndarray], np.ndarray]) -> Callable[..., Value]:
@@ -263,11 +260,12 @@ def _gather(eqn: JaxprEqn, a: Value, indices: Value) -> Value:
         return found
     valid = np.broadcast_to(windows.valid, found.shape)
     return joined(
-        lambda both: np.where(_extended(valid, both[0]), *both), [found, _fill(eqn, found)]
+        lambda both: np.where(extended(valid, both[0]), *both), [found, _fill(eqn, found)]
     )
 
 
-def _extended(which: np.ndarray, like: np.ndarray) -> np.ndarray:
+def extended(which: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """A mask beside arrays that have more dims at the end."""
     return which.reshape(*which.shape, *(1,) * (like.ndim - which.ndim))
 
 
@@ -365,73 +363,12 @@ def _put(rows: np.ndarray, both: Sequence[np.ndarray]) -> np.ndarray:
     return out
 
 
-# ------------------------------------------------------------------------ order
-
-
-def ranked(value: Value, axis: int) -> list[np.ndarray]:
-    """Arrays by which values are sorted along an axis, the first one first."""
-    if isinstance(value, Bits):
-        value = value.tag
-    if not isinstance(value, Exact):
-        return [plain(value)]
-    f = np.real(value.f) if np.iscomplexobj(value.f) else value.f
-    order = np.lexsort((value.r, f), axis=axis)
-    f, r = (np.take_along_axis(x, order, axis) for x in (f, value.r))
-    # Numbers that are equal in the field are equal, whatever rounding did: they get one place.
-    new = np.ones(f.shape, np.int64)
-    after, before = (_along(f.ndim, axis, slice(*ends)) for ends in ((1, None), (None, -1)))
-    new[after] = (r[after] != r[before]) | np.isnan(f[after])
-    places = np.empty_like(new)
-    np.put_along_axis(places, order, np.cumsum(new, axis), axis)
-    return [places]
-
-
-def _along(ndim: int, axis: int, part: slice) -> Index:
-    return tuple(part if d == axis else slice(None) for d in range(ndim))
-
-
-def _sort(eqn: JaxprEqn, *operands: Value) -> list[Value]:
-    axis, count = 1 + eqn.params["dimension"], max(map(leading, operands))
-    operands = tuple(spread(x, count) for x in operands)
-    keys = [k for x in operands[: eqn.params["num_keys"]] for k in ranked(x, axis)]
-    order = np.lexsort(keys[::-1], axis=axis)
-    return [_taken(x, order, axis) for x in operands]
-
-
-def _taken(value: Value, order: np.ndarray, axis: int) -> Value:
-    return moved(lambda x: np.take_along_axis(x, _extended(order, x), axis), value)
-
-
-def _top_k(eqn: JaxprEqn, a: Value) -> list[Value]:
-    axis = 1 + eqn.params.get("axis", a.ndim - 2)
-    (places,) = ranked(a, axis)
-    order = np.argsort(-places.astype(np.int64), axis, kind="stable")
-    order = order[_along(order.ndim, axis, slice(eqn.params["k"]))]
-    return [_taken(a, order, axis), order.astype(np.int32)]
-
-
-def _arg(sign: int) -> Callable[..., np.ndarray]:
-    def operator(eqn: JaxprEqn, a: Value) -> np.ndarray:
-        (axis,) = (1 + d for d in eqn.params["axes"])
-        if isinstance(a, Exact):
-            (places,) = ranked(a, axis)
-            odd = np.isnan(a.f)
-            places = np.where(odd, sign * (places.shape[axis] + 1), places)
-        else:
-            places = plain(a).astype(np.int64) if plain(a).dtype.kind == "b" else plain(a)
-        found = places.argmax(axis) if sign > 0 else places.argmin(axis)
-        return found.astype(eqn.params["index_dtype"])
-
-    return operator
-
-
 STRUCTURE: dict[str, Callable[..., Any]] = {
     "reshape": _view(_reshape), "transpose": _view(_transpose), "rev": _view(_rev),
     "broadcast_in_dim": _view(_broadcast), "slice": _view(_slice), "squeeze": _view(_reshape),
     "expand_dims": _view(_reshape), "split": _split, "concatenate": _concatenate, "pad": _pad,
     "stack": _stack, "unstack": _unstack, "tile": _view(_tile),
-    "iota": _iota, "dynamic_slice": _dynamic_slice, "gather": _gather, "sort": _sort,
-    "dynamic_update_slice": _dynamic_update_slice, "top_k": _top_k, "argmax": _arg(1),
-    "argmin": _arg(-1), "approx_top_k": _top_k, "scatter-add": _scatter, "scatter_add": _scatter,
+    "iota": _iota, "dynamic_slice": _dynamic_slice, "gather": _gather,
+    "dynamic_update_slice": _dynamic_update_slice, "scatter-add": _scatter, "scatter_add": _scatter,
     "scatter_in_order": _scatter, **dict.fromkeys(_COMBINE, _scatter),
 }  # fmt: skip

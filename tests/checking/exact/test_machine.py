@@ -14,7 +14,7 @@ from gshard.checking.replaying.lockstep import Lockstep
 D = 4
 X = np.random.default_rng(0).integers(-4, 5, (D, 3, 5, 4)).astype(np.float32)
 W = np.random.default_rng(1).integers(-4, 5, (D, 4, 3)).astype(np.float32)
-I = np.random.default_rng(2).integers(0, 6, (D, 2)).astype(np.int32)  # noqa: E741
+I = np.random.default_rng(2).integers(0, 6, (D, 2)).astype(np.int32)
 IMAGE = np.random.default_rng(3).integers(-4, 5, (D, 2, 6, 7, 4)).astype(np.float32)
 KERNEL = np.random.default_rng(4).integers(-2, 3, (D, 3, 2, 2, 6)).astype(np.float32)
 
