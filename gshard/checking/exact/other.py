@@ -1,4 +1,4 @@
-"""Random keys, solvers and transforms, and operators of which nothing is known."""
+"""Random keys, solvers and transforms, and operators that can only be run."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def unknown(name: str, fn: Callable[..., np.ndarray] | None, *names: str) -> Ope
 
 
 def opaque(eqn: JaxprEqn, *operands: Value) -> Value:
-    """An unknown function on single elements of which nothing is known but its name."""
+    """An unknown function on single elements."""
     kept = {k: v for k, v in eqn.params.items() if k != "sharding"}
     return unknown(eqn.primitive.name + str(sorted(kept.items(), key=str)), None)(eqn, *operands)
 
