@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
@@ -41,7 +38,7 @@ from gshard.runtime.options import (
     checked_devices,
     of_layout,
 )
-from gshard.runtime.pipeline import lower
+from gshard.runtime.pipeline import collecting_new_objects_alone, lower
 from gshard.runtime.stages import Lowered
 from gshard.runtime.xla import lower_with_xla
 from gshard.tensors.annotate import constraining, is_tracing_for_gshard, tracing_for
@@ -52,7 +49,6 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 S = TypeVar("S")
-_FREEZING = threading.Lock()
 
 
 @overload
@@ -245,7 +241,7 @@ class Jitted(Generic[P, R]):
         leaves: Sequence[Any],
         static: StaticLeaves | None = None,
     ) -> Lowered:
-        with _collecting_new_objects_alone():
+        with collecting_new_objects_alone():
             traced, order, mesh = self._trace(args, kwargs, leaves)
             if refs := refs_of(traced):
                 return self._of_refs(traced).lower(*refs, *leaves)
@@ -385,26 +381,6 @@ class Jitted(Generic[P, R]):
             )
             self._with_leaves[traced.jaxpr] = Jitted(keywords, self.options, on_refs(traced))
         return self._with_leaves[traced.jaxpr]
-
-
-@contextlib.contextmanager
-def _collecting_new_objects_alone() -> Iterator[None]:
-    """The garbage collector leaves out the objects that were there before, as during a lowering.
-
-    It makes many objects, so that the collector would look at all of the process's, more than once.
-    """
-    if not _FREEZING.acquire(blocking=False):  # a lowering around this one, or another thread's
-        yield
-        return
-    free = not gc.get_freeze_count()  # else the user has frozen objects, which stay so
-    if free:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if free:
-            gc.unfreeze()
-        _FREEZING.release()
 
 
 @_jax.weakref_cache

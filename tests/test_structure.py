@@ -127,10 +127,15 @@ def test_a_budget_that_is_exceeded(small):
     ]
 
 
+@pytest.fixture(scope="module")
+def package():
+    return walks.Package(ROOT)
+
+
 @pytest.mark.parametrize("name", walks.WALKS)
-def test_walks_are_short(name):
+def test_walks_are_short(name, package):
     start = walks.WALKS[name]
-    found = walks.walk(walks.Package(ROOT), start)
+    found = walks.walk(package, start)
     assert found.stays <= start.stays, found.route
     assert found.returns <= start.returns, found.route
 

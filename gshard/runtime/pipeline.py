@@ -6,6 +6,8 @@ Every stage takes what the one before returned; `Lowered.dump` writes the result
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -29,6 +31,8 @@ from gshard.runtime.arrange import Arrangement, arrange
 from gshard.runtime.options import Options
 from gshard.runtime.program import Program, XlaSettings
 from gshard.tensors.sharding import Sharding
+
+_FREEZING = threading.Lock()
 
 
 def lower(
@@ -81,3 +85,23 @@ def _has_rings(order: DeviceOrder) -> bool:
     gloo = jax.config.jax_cpu_collectives_implementation == "gloo"
     several = len({d.process_index for d in order.devices}) > 1
     return gloo and several and order.devices[0].platform == "cpu"
+
+
+@contextlib.contextmanager
+def collecting_new_objects_alone() -> Iterator[None]:
+    """The garbage collector leaves out the objects that were there before, as during a lowering.
+
+    It makes many objects, so that the collector would look at all of the process's, more than once.
+    """
+    if not _FREEZING.acquire(blocking=False):  # a lowering around this one, or another thread's
+        yield
+        return
+    free = not gc.get_freeze_count()  # else the user has frozen objects, which stay so
+    if free:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if free:
+            gc.unfreeze()
+        _FREEZING.release()

@@ -182,7 +182,7 @@ def test_sums_within_groups_wait_for_each_other_as_those_across_groups_do():
 def test_elementwise_work_waits():
     def fn(a, b):
         first = jnp.tanh(jnp.sum(a, 1))
-        second = jnp.tanh(jnp.sum(jnp.sin(b.T @ b), 0))  # of what a product makes
+        second = jnp.tanh(jnp.sum(jnp.sin(b[:, :4] @ b), 1))  # of what a product makes
         return first, second
 
     args = random_array((4, 16)), random_array((4, 16))
