@@ -25,8 +25,8 @@ from gshard.mt.decoding.beam import JAX, beam_search, continuations
 from gshard.mt.decoding.search import (
     BeamConfig,
     Continuations,
+    FlatSearch,
     Live,
-    Search,
     State,
     Translations,
 )
@@ -68,7 +68,7 @@ def reordering_beam_search(
         )
         return continuations(live, logits_X1V.reshape(B, K, -1), config), cache
 
-    search = Search(config, JAX, step)
+    search = FlatSearch(config, JAX, step)
     beams = search.start(jnp.any(real_BL, axis=1), jnp.full(B, T, jnp.int32))
     cache = model.start_decoding(jnp.repeat(memory_BLM, K, axis=0), T)
     first = State(jnp.asarray(0, jnp.int32), beams, cache)

@@ -152,7 +152,7 @@ def worker(plants: list[str], arguments: list[str]) -> None:
 def corpus(folder: Path) -> Path:
     """A corpus of made-up sentences."""
     from gshard.mt.data.gather import GatherConfig, gather
-    from gshard.mt.data.splits import Shares
+    from gshard.mt.data.splits import HeldOutShares
     from gshard.mt.data.user_text import parse_own
 
     words = ["small", "house", "river", "green", "tree", "old", "red", "door", "bridge", "window"]
@@ -160,7 +160,7 @@ def corpus(folder: Path) -> Path:
     lines = [f"de\t{line[::-1]} {n}\t{line} {n}" for n, line in enumerate(text)]
     (folder / "own.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     own = (parse_own("tsv", str(folder / "own.tsv")),)
-    gather(GatherConfig(folder / "corpus", own=own, shares=Shares(0.1, 0.1), jobs=1))
+    gather(GatherConfig(folder / "corpus", own=own, shares=HeldOutShares(0.1, 0.1), jobs=1))
     return folder / "corpus"
 
 
@@ -268,7 +268,7 @@ def cost(seconds: float) -> tuple[float, tuple[float, float], int]:
     from gshard.mt.config import DeviceConfig
     from gshard.mt.hosts import strategy
     from gshard.mt.presets import preset
-    from gshard.mt.training.programs import Programs
+    from gshard.mt.training.programs import Programs, Setup
     from gshard.nn.config import Batch
 
     jax.config.update("jax_num_cpu_devices", 2)
@@ -283,7 +283,7 @@ def cost(seconds: float) -> tuple[float, tuple[float, float], int]:
         for what, place in (("recorded", name), ("plain", "")):
             os.environ[recording.VARIABLE] = place
             how = strategy(DeviceConfig(2))
-            programs = Programs(config, model, jax.devices(), how)
+            programs = Programs(Setup(config, model, jax.devices(), how))
             programs.compile(arrays)
             runs[what] = _repeated(programs, arrays)
             runs[what]()

@@ -33,7 +33,7 @@ def prepare(
         return path
     from gshard.mt import config as configs
     from gshard.mt.data.gather import GatherConfig, gather
-    from gshard.mt.data.splits import Shares
+    from gshard.mt.data.splits import HeldOutShares
     from gshard.mt.data.user_text import parse_own
     from gshard.mt.presets import preset
     from gshard.mt.run import Run
@@ -45,7 +45,7 @@ def prepare(
     )
     (folder / "text.tsv").write_text("".join(lines), encoding="utf-8")
     own = (parse_own("tsv", str(folder / "text.tsv"), clean=False),)
-    gather(GatherConfig(folder / "corpus", own=own, shares=Shares(0.02, 0.02), jobs=1))
+    gather(GatherConfig(folder / "corpus", own=own, shares=HeldOutShares(0.02, 0.02), jobs=1))
     settings = {
         "model.model_dim": 16,
         "model.hidden_dim": 32,

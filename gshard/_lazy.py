@@ -20,7 +20,7 @@ def attach(package: str, names: Mapping[str, str]) -> None:
     """
     origins = {name: module for module, several in names.items() for name in several.split()}
 
-    class Package(ModuleType):
+    class LazyPackage(ModuleType):
         def __getattr__(self, name: str) -> Any:
             if name not in origins:
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -37,4 +37,4 @@ def attach(package: str, names: Mapping[str, str]) -> None:
             if not (isinstance(value, ModuleType) and origins.get(name) == f"{package}.{name}"):
                 super().__setattr__(name, value)
 
-    sys.modules[package].__class__ = Package
+    sys.modules[package].__class__ = LazyPackage

@@ -55,7 +55,7 @@ _NOT_OURS = (
     errno.ENXIO,
 )
 
-# Of sysexits.h: "internal software error", and "temporary failure" (other processes are missing).
+# In sysexits.h: "internal software error", and "temporary failure" (other processes are missing).
 _UNFORESEEN, _TEMPORARY = 70, 75
 
 _PROGRAMS = "Any JAX program"

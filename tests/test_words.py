@@ -32,3 +32,13 @@ def test_the_fields_own_words_are_left_alone(tmp_path):
         "The whole batch is replicated; small collectives are combined. A lie is a lie."
     )
     assert not words.phrases(page)
+
+
+def test_a_sentence_begins_with_the_name_of_a_thing(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Of the nodes two move. It is\nfor nothing. Those of rules. Of course.\n")
+    assert [found.split("'")[1] for found in words.phrases(page)] == [
+        "Of ",
+        "for nothing",
+        "Those ",
+    ]

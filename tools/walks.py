@@ -3,7 +3,8 @@
 A walk starts at a parameter of a function and follows, in the order of the source, the calls that
 it is passed to, and those that are passed what they return. A *stay* is a stop in one file; a
 *return* is a stop in a file that the walk had left already. Calls that are chosen while a program
-runs (a field that holds a function, a method that several classes have) are not followed.
+runs (a field that holds a function, a method that several classes have) are not followed, nor are
+those of other libraries (`jnp.sum`, where one class of the package has a method `sum`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Start(NamedTuple):
@@ -32,10 +35,11 @@ WALKS = {
     "lower": Start("gshard.runtime.pipeline", "lower", "traced", 56, 32),
     "forecast": Start("gshard.forecast.report", "forecast", "jaxpr", 22, 7),
     "auto": Start("gshard.autosharding.cost.model", "build", "flat", 36, 17),
-    "training": Start("gshard.mt.training.loop", "train", "run", 109, 76),
+    "training": Start("gshard.mt.training.loop", "train", "run", 77, 48),
 }
 
-BUILT_IN = {name for kind in (dict, list, set, str, tuple) for name in dir(kind)}
+# Methods of values of any kind, arrays among them.
+BUILT_IN = {name for kind in (dict, list, set, str, tuple, np.ndarray) for name in dir(kind)}
 
 
 @dataclass
@@ -61,6 +65,14 @@ class Module:
                 methods = [n for n in node.body if isinstance(n, ast.FunctionDef)]
                 found |= {f"{node.name}.{method.name}": method for method in methods}
         return found
+
+    @cached_property
+    def libraries(self) -> set[str]:
+        """Names of this module for what is not of the package: `jax`, `jnp`, `Path`."""
+        found = {name for name, (source, _) in self.imported.items() if source[:6] != "gshard"}
+        imports = [node for node in ast.walk(self.tree) if isinstance(node, ast.Import)]
+        names = [alias.asname or alias.name for node in imports for alias in node.names]
+        return found | {name.split(".")[0] for name in names} - {"gshard"}
 
     @cached_property
     def imported(self) -> dict[str, tuple[str, str]]:
@@ -109,6 +121,8 @@ class Package:
 
     def callee(self, module: Module, inside: str, call: ast.Call) -> tuple[Module, str] | None:
         """The function of the package that a call runs, if it can be read from the source."""
+        if _root(call.func) in module.libraries:
+            return None
         match call.func:
             case ast.Name(id=name):
                 return self.find(module, name)
@@ -190,6 +204,13 @@ def _is_name(node: ast.AST) -> bool:
 
 
 def _called(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _root(node: ast.expr) -> str:
+    """The name that an attribute is looked up from: `jax` in `jax.tree.map`."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 

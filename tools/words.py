@@ -25,6 +25,12 @@ PHRASES = {
     r"on hardware that need not be there": "on hardware that you need not have",
     r"\bpass(es)? by Python\b": "bypass Python",
     r"\bhow (the|a|its) [a-z]+ lay\b": "the sharding of",
+    r"\bfor nothing\b": "free, or in vain",
+    r"\bof all that there (is|are)\b": "of all",
+    r"\bthose of them\b": "the ones",
+    # A sentence begins with the thing itself, and calls it by its name.
+    r"(?-i:\bOf (?!course))": "the noun first",
+    r"(?-i:\bThose )": "the noun",
 }
 _PATTERN = re.compile("|".join(f"(?:{phrase})" for phrase in PHRASES), re.IGNORECASE)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.gpu.text import run_config
 from benchmarks.gpu.train import LENGTH, config_of
-from gshard.mt.training.programs import Programs
+from gshard.mt.training.programs import Programs, Setup
 from gshard.nn import TrainState, Transformer, adafactor, train_step
 from gshard.nn.config import Batch
 from gshard.nn.strategy import ONE_DEVICE
@@ -56,7 +56,7 @@ def of_a_run(case: dict[str, Any]) -> dict[str, Any]:
     rows = np.zeros((config.batch.rows, LENGTH), np.int32)
     devices = jax.devices()[:1]
     begin = time.perf_counter()
-    programs = Programs(config, config.model, devices, ONE_DEVICE, keeps_step=True)
+    programs = Programs(Setup(config, config.model, devices, ONE_DEVICE, keeps_step=True))
     made = time.perf_counter()
     programs.compile(dict.fromkeys(Batch._fields, rows))
     return {"shapes_s": made - begin, "ready_s": time.perf_counter() - made}

@@ -29,7 +29,7 @@ from gshard.mt.batching.tokens import TaskTokens, open_task, some_of
 from gshard.mt.config import RunConfig
 from gshard.mt.presets import preset
 from gshard.mt.training.guard import Guard
-from gshard.mt.training.programs import Figures, Programs, RunState, make_optimizer
+from gshard.mt.training.programs import Figures, Programs, RunState, Setup, make_optimizer
 from gshard.nn import TrainState
 from gshard.nn.flops import step_flops
 from gshard.nn.strategy import ONE_DEVICE
@@ -41,7 +41,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         tokens = unpack(Path(case["text"]), Path(folder), reverse=case.get("reverse", False))
         batches = Batches(tokens, config.batch, workers=config.data.workers)
-        programs = Programs(config, config.model, jax.devices()[:1], ONE_DEVICE)
+        programs = Programs(Setup(config, config.model, jax.devices()[:1], ONE_DEVICE))
         iterator = batches.iterate()
         begin = time.perf_counter()
         programs.compile(batches[0])

@@ -178,7 +178,7 @@ class Trees:
 
     @staticmethod
     def of(traced: jax.stages.Traced, static: StaticLeaves | None) -> Trees:
-        """Those of a traced function, and of the leaves that it did not see."""
+        """The trees of a traced function, and of the leaves that it did not see."""
         return Trees(traced.args_info, traced.out_tree, traced.out_info, static)
 
     @functools.cached_property

@@ -62,14 +62,14 @@ def gather(
     from gshard.commands import show
     from gshard.mt.data import gather as work
     from gshard.mt.data import tiers
-    from gshard.mt.data.splits import SPLITS, Shares
+    from gshard.mt.data.splits import SPLITS, HeldOutShares
     from gshard.mt.data.user_text import parse_own
 
     loaded = tiers.load(tier) if tier else None
     given = {"tsv": tsv, "moses": moses, "parquet": parquet, "catalogs": catalogs}
     own = tuple(parse_own(kind, text, clean) for kind, texts in given.items() for text in texts)
-    usual = Shares(loaded.test_share, loaded.dev_share) if loaded else Shares()
-    shares = Shares(
+    usual = HeldOutShares(loaded.test_share, loaded.dev_share) if loaded else HeldOutShares()
+    shares = HeldOutShares(
         usual.test if test_share is None else test_share,
         usual.dev if dev_share is None else dev_share,
     )

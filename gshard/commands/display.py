@@ -14,7 +14,7 @@ from gshard.commands.screen import screen
 from gshard.commands.show import SECONDS, Lines, bar
 
 if TYPE_CHECKING:
-    from gshard.mt.progress import Step
+    from gshard.mt.progress import Advance
 
 console = screen(hurried=True)  # never block the training on a slow terminal
 
@@ -44,7 +44,7 @@ class TrainDisplay:
         if console.is_terminal:
             self._live.stop()
 
-    def stage(self, name: str, total: int) -> Step:
+    def stage(self, name: str, total: int) -> Advance:
         """A bar for a stage of the preparation."""
         if not console.is_terminal:
             return Lines().stage(name, total)

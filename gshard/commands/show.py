@@ -20,8 +20,8 @@ from rich.progress import (
 from gshard.commands.screen import screen
 
 if TYPE_CHECKING:
-    from gshard.mt.data.fetch import Problem
-    from gshard.mt.progress import Step
+    from gshard.mt.data.fetch import Skipped
+    from gshard.mt.progress import Advance
 
 console = screen()
 SECONDS = 5.0  # between lines where there is no terminal
@@ -33,12 +33,12 @@ class Bars:
     def __init__(self, progress: Progress):
         self._progress = progress
 
-    def stage(self, name: str, total: int) -> Step:
+    def stage(self, name: str, total: int) -> Advance:
         """Begin a stage; the returned function advances its bar and shows a note."""
         return bar(self._progress, name, total)
 
 
-def bar(progress: Progress, name: str, total: int) -> Step:
+def bar(progress: Progress, name: str, total: int) -> Advance:
     """A new bar among those of `progress`, as the step of a stage."""
     task = progress.add_task(name, total=total, note="")
 
@@ -51,7 +51,7 @@ def bar(progress: Progress, name: str, total: int) -> Step:
 class Lines:
     """The same without a terminal: a line when a stage begins, ends, and at intervals."""
 
-    def stage(self, name: str, total: int) -> Step:
+    def stage(self, name: str, total: int) -> Advance:
         """Begin a stage; the returned function counts, and prints at intervals."""
         done, printed = 0, time.monotonic()
         console.print(f"{name}: {total:,} to do", soft_wrap=True)
@@ -85,7 +85,7 @@ def bars() -> Iterator[Bars | Lines]:
         yield Bars(progress)
 
 
-def problems(found: Sequence[Problem], most: int = 20) -> None:
+def problems(found: Sequence[Skipped], most: int = 20) -> None:
     """Print what was skipped and why."""
     if not found:
         return

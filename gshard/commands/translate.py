@@ -28,11 +28,11 @@ from gshard.commands.options import (
 from gshard.commands.processes import Coordinator, Process, Processes, members
 
 if TYPE_CHECKING:
-    from gshard.mt.decoding.lines import Lines
+    from gshard.mt.decoding.lines import TextLines
     from gshard.mt.decoding.output import Output
     from gshard.mt.decoding.texts import Hypothesis, TextTranslator
     from gshard.mt.launch.environment import Hosts
-    from gshard.mt.progress import Progress, Step
+    from gshard.mt.progress import Advance, Progress
 
 _CHUNK = 16  # batches that are read at a time: enough to sort sentences by length
 _CHARACTERS = 2_000_000  # upper bound
@@ -108,18 +108,18 @@ def translate(
                 _translate(lines, translator, (source, wanted), output, reader, as_json)
 
 
-def _text(file: Path | None, encoding: str, out: Path | None) -> Lines:
+def _text(file: Path | None, encoding: str, out: Path | None) -> TextLines:
     """The text to translate, which the output may not replace."""
-    from gshard.mt.decoding.lines import Lines
+    from gshard.mt.decoding.lines import TextLines
     from gshard.mt.errors import UserError
 
     if file and out and file.exists() and out.exists() and out.samefile(file):
         raise UserError(f"--out {out} is the text itself, which would be replaced")
-    return Lines(file, encoding)
+    return TextLines(file, encoding)
 
 
 def _translate(
-    lines: Lines,
+    lines: TextLines,
     translator: TextTranslator,
     languages: tuple[str, str],
     output: Output,
@@ -179,7 +179,7 @@ class _UntilNobodyReads:
         self._output = select.poll()
         self._output.register(output, 0)  # poll only whether the other end is closed
 
-    def stage(self, name: str, total: int) -> Step:
+    def stage(self, name: str, total: int) -> Advance:
         step = self._shown.stage(name, total)
 
         def checked(note: str = "", count: int = 1) -> None:

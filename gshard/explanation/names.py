@@ -150,7 +150,7 @@ def einsums(eqn: JaxprEqn) -> list[str]:
 
 
 def einsums_of(scopes: Iterable[str]) -> list[str]:
-    """Those of name scopes that are the spec of an einsum."""
+    """The name scopes that are the spec of an einsum."""
     return [name for name in scopes if _EINSUM.fullmatch(name)]
 
 

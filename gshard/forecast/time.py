@@ -46,7 +46,7 @@ class Timed:
     shape: str = ""  # of its first result, on one device
     loops: tuple[str, ...] = ()  # around it, the outermost first
     value: Any = field(default=None, repr=False, compare=False)  # of the program
-    # Of a collective that combines values: the share of each, at its own line and scope.
+    # The share of each value that a collective combines, at its own line and scope.
     members: tuple[Timed, ...] = field(default=(), repr=False)
     hidden_seconds: float = 0.0  # of a collective: while other operators run
     overlapped_with: tuple[str, ...] = ()  # the lines of the products among these

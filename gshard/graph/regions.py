@@ -48,7 +48,7 @@ def as_closed(body: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The program that a call runs on all its operands; None for any other equation.
 
-    Of the programs of a linear solve one runs, on some of the operands: it is not such a call.
+    A linear solve runs one of its programs, on some of the operands: it is no call of that kind.
     """
     if eqn.primitive not in CALLS or eqn.primitive is p.linear_solve_p:
         return None

@@ -44,7 +44,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative."""
+        """The relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 

@@ -27,7 +27,7 @@ from gshard.tensors.tile import Key, Tile
 class Available:
     """Values under the shardings under which they are available.
 
-    None stands for a value that is recomputed for nothing when it is needed.
+    None: free to recompute on demand.
     """
 
     forms: dict[Key, dict[Sharding, Tile | None]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Available:
             self.forms.setdefault(moved.key, {})[tile.sharding] = tile
 
     def add_index(self, made: Made) -> None:
-        """Remember integers that are replicated for nothing if their operands are."""
+        """Remember integers that are free to replicate if their operands are."""
         here = made.result.sharding
         forms = [(t.sharding, *self.of(t)) for t in made.operands]
         if all(any(form.is_replicated for form in found) for found in forms):

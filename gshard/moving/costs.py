@@ -82,7 +82,7 @@ STEP_COST = 64  # bytes by which a reshard with one step less is preferred; not 
 # reshard by itself takes the fewest bytes, and small tensors must not be gathered to save a step
 
 LATENCIES = 32  # the most latencies whose bytes a combined collective sends:
-# to start it takes 3% of its time then, and more would hold memory for nothing
+# to start it takes 3% of its time then, and more would hold memory without a gain
 
 EXCHANGED = 4 * 2**20  # bytes up to which AllToAlls replace a ring over sockets: they hold two more
 # copies, and above it is the bytes that take the time, not the steps

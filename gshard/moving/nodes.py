@@ -67,7 +67,7 @@ class TensorNode(Node):
     sharding: Sharding
 
     def sent(self, local: tuple[int, ...], dtype: Any) -> int:
-        """Those of the collectives in its code."""
+        """Bytes sent by the collectives that it expands to."""
         return _bytes(code_of(self.unexplained(), local, (dtype, np.dtype(np.int32))).eqns)
 
 

@@ -34,7 +34,7 @@ def sortable_bytes(dtype: Any) -> tuple[int, int]:
 
 
 def flipped(bits: jax.Array) -> jax.Array:
-    """Of the bits of negative floats, the integers in order; and back."""
+    """The bits of negative floats as integers that are in order; and back."""
     info = jnp.iinfo(bits.dtype)
     return bits ^ ((bits >> (info.bits - 1)) & info.max)
 

@@ -29,7 +29,7 @@ from gshard.tensors.tile import Tile, itemsize_of
 
 @dataclass(frozen=True)
 class _Scatter:
-    """Of the members of a reducing group, `parts` hold different parts of `result`'s dim `dim`."""
+    """A ReduceScatter along `dim`: the group is divided into `parts` shards of `result`."""
 
     dim: int
     result: Sharding

@@ -37,7 +37,7 @@ def hold(path: Path) -> IO[bytes] | None:
         file.close()  # it was renamed or removed after it had been opened
 
 
-class Held:
+class HeldFolder:
     """A folder that this process holds."""
 
     def __init__(self, folder: Path, file: IO[bytes], doing: str):
@@ -63,13 +63,13 @@ class Held:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, doing: str = "trained in") -> Iterator[Held]:
+def locked(folder: Path, doing: str = "trained in") -> Iterator[HeldFolder]:
     """Lock `folder`, which is created if missing; an error if another process has it."""
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         file = hold(folder / LOCK)
-        held = Held(folder, file, doing) if file else None
+        held = HeldFolder(folder, file, doing) if file else None
         if held:
             stack.callback(held.close)
         if held is None or not _hold_folder(folder, stack):

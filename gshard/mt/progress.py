@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 
-class Step(Protocol):
+class Advance(Protocol):
     """Moves a stage on by `count` units of its total, and shows a note."""
 
     def __call__(self, note: str = "", count: int = 1) -> None:
@@ -19,7 +19,7 @@ class Step(Protocol):
 class Progress(Protocol):
     """Shows how far each stage of some work is."""
 
-    def stage(self, name: str, total: int) -> Step:
+    def stage(self, name: str, total: int) -> Advance:
         """Begin a stage of `total` units; call the result when some of them are done."""
 
 
@@ -36,6 +36,6 @@ class TrainingProgress(Progress, Protocol):
 class Silent:
     """Shows nothing; what is used where no progress is given."""
 
-    def stage(self, name: str, total: int) -> Step:
+    def stage(self, name: str, total: int) -> Advance:
         """Begin a stage without a display."""
         return lambda note="", count=1: None

@@ -16,7 +16,7 @@ from gshard.mt.batching.tokens import TaskTokens, open_tokens
 from gshard.mt.config import RunConfig, conflicts, read, settings, to_json
 from gshard.mt.errors import UserError
 from gshard.mt.lock import LOCK
-from gshard.mt.progress import Step
+from gshard.mt.progress import Advance
 from gshard.nn.config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Run:
             train_tokenizer(self.corpus, self.config.vocabulary).save(place)
 
     def tokens(
-        self, split: str = "train", step: Step | None = None, verify: bool = False
+        self, split: str = "train", step: Advance | None = None, verify: bool = False
     ) -> list[TaskTokens]:
         """The text of a split as tokens, encoded once."""
         folder = self.folder / "tokens"

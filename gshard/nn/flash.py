@@ -342,7 +342,7 @@ def _call(
     )(*(x.array for x in given))
 
 
-# Of each kernel: the products of queries, keys and values with each other, and how many arrays of
+# For each kernel the products of queries, keys and values with each other, and how many arrays of
 # one part (queries, keys, values, results, or gradients of these) it reads and writes.
 _WORK = {"flash_forward": (2, 4), "flash_query_grads": (3, 6), "flash_key_grads": (4, 6)}
 

@@ -1,7 +1,7 @@
 """Pages and plots in one style: templates that escape, charts that a library draws, one file each.
 
 Jinja2 fills templates in. Vega-Lite (`vl-convert-python`) draws charts, as SVG when the page is
-made: so pages stay small, ask for nothing from elsewhere, and the same charts are files of plots.
+made: so pages stay small, fetch nothing, and the same charts are files of plots.
 """
 
 from gshard.pages.charts import Chart, bars

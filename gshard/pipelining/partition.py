@@ -106,7 +106,7 @@ class Stages:
 
     @property
     def per_stage(self) -> int:
-        """Those of a stage."""
+        """The devices of a stage."""
         return self.devices // self.count
 
     @property

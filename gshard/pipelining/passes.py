@@ -27,7 +27,7 @@ def is_float(value: Any) -> bool:
 
 
 def floats(values: Iterable[Any]) -> list[Any]:
-    """Those of them that have gradients."""
+    """The values that have gradients."""
     return [value for value in values if is_float(value)]
 
 

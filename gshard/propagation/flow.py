@@ -29,7 +29,7 @@ from gshard.tensors.tile import byte_size
 
 
 class Dims(NamedTuple):
-    """Of the operands, then the results of an operator, those with factors: which dims they have.
+    """The dims of an operator's tensors with factors, the operands before the results.
 
     Equal operators share them.
     """
@@ -42,7 +42,7 @@ class Dims(NamedTuple):
 
     @staticmethod
     def of(factors: Factors, operands: Sequence[Any], results: Sequence[Any]) -> Dims:
-        """Those of the operands and results; literals are left out."""
+        """The dims of the operands and results; literals are left out."""
         tensors = zip((*operands, *results), (*factors.operands, *factors.results), strict=True)
         found = [
             (position, names, byte_size(atom.aval.shape, atom.aval.dtype))

@@ -18,9 +18,9 @@ decide, in this order:
    forwards any more, backwards. After any step the analysis returns to rule 3.
 5. Within an operator, batch dims of contractions come first; then the dim whose tensors are
    largest, so that the least has to be resharded; then the first in the operands' order.
-6. Of a split only the part is taken over that is compatible with the tensor's other splits: of
-   tokens along both axes of a mesh, where experts have the second, the first; through an operator
-   that changes the dim's size (slice, pad), only if there is a row for every tile.
+6. A tensor takes over the part of a split that is compatible with its other splits: where tokens
+   are along both axes of a mesh and experts have the second, the first; through an operator that
+   changes the dim's size (slice, pad), only if there is a row for every tile.
 
 Program order makes the result deterministic. Dims without a split are replicated.
 """

@@ -85,7 +85,7 @@ class Spread:
     def revisit(self, edges: Iterable[Edge]) -> None:
         """Queue operators: in program order for passes that go forwards, else from the end.
 
-        Those of level 0 pass splits both ways at once, and need not do so again backwards.
+        Operators of level 0 pass splits both ways at once, and need not do so again backwards.
         """
         for edge in edges:
             if not self.has_room(edge):  # and never again: room only shrinks

@@ -58,7 +58,7 @@ class _Tree:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the leaves, in that order."""
+        """The dims of the leaves, in that order."""
         return tuple(self.leaves.aval.shape[d] for d in self.leaves_first)
 
     @property

@@ -164,7 +164,7 @@ def _is_power(n: int) -> bool:
 def _own_nodes(place: Place, tile: Tile, axis: int, split: Split) -> Tile:
     """The nodes of the tree that a device has leaves of: as many on each device.
 
-    An even number of leaves that is a power of 2 is a subtree. Of another number, neighbouring
+    An even number of leaves that is a power of 2 is a subtree. In another number, neighbouring
     leaves are added where both are here. Places without a leaf have -0.0, which adds nothing to any
     number, not even to -0.0.
     """

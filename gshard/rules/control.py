@@ -58,7 +58,7 @@ class _TiledScan:
 
 
 class _Trial:
-    """The body of a loop, planned for nothing: its values, its results and what it sends."""
+    """A trial plan of a loop's body, discarded after it is measured: values, results, bytes."""
 
     def __init__(self, ctx: Context, loop: _TiledScan):
         inner, self.results = ctx.inner(), list[Tile]()
@@ -134,7 +134,7 @@ def _accumulating(ctx: Context, scan: Loop, loop: _TiledScan) -> _TiledScan:
 
     Stacks of results may be unreduced anyway, where that sends less: they take more memory.
 
-    How the body makes them is known when it has been planned, so it is, once for nothing. Unreduced
+    How the body makes them is known when it has been planned, so a trial plan is made. Unreduced
     values take as much memory as those in the body do, which is within the memory limit.
     """
     added, linear = accumulators(scan), linear_carries(scan)

@@ -1,6 +1,6 @@
 """The primitives of manual regions (`gshard.manual`): into one, out of one, and inside.
 
-Those for users are linear and differentiable: the transpose of a collective sends cotangents back
+The ones for users are linear and differentiable: a collective's transpose sends cotangents back
 along the same routes. `jax.shard_map` becomes such a region (`capture.flatten`), in which
 collectives are over groups of devices.
 """

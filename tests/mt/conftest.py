@@ -5,7 +5,7 @@ import pytest
 from gshard.mt.batching.tokenizer import VocabularyConfig, train_tokenizer
 from gshard.mt.batching.tokens import open_tokens
 from gshard.mt.data.gather import GatherConfig, gather
-from gshard.mt.data.splits import Shares
+from gshard.mt.data.splits import HeldOutShares
 from gshard.mt.data.user_text import parse_own
 from tests.mt.samples import sentence, translated
 
@@ -37,7 +37,7 @@ def made_corpus(folder):
                 lines.append(f"{language}\t{translated(n, language)[:9]}\t{short}")
     (folder / "a.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     own = (parse_own("tsv", str(folder / "a.tsv")),)
-    return gather(GatherConfig(folder, own=own, shares=Shares(0.1, 0.1), jobs=1))[0]
+    return gather(GatherConfig(folder, own=own, shares=HeldOutShares(0.1, 0.1), jobs=1))[0]
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,7 @@ def page(mutations: Sequence[Mutation], folder: Path) -> str:
         "",
         *textwrap.wrap(_ABOUT, 100),
         "",
-        *textwrap.wrap(f"Of {len(mutations)} these were run: {summary(ran, found)}.", 100),
+        *textwrap.wrap(f"Run of {len(mutations)}: {summary(ran, found)}.", 100),
         "",
         *_table("mistake", [(KINDS[k], [m for m in ran if m.kind == k]) for k in KINDS], found),
         "",
@@ -108,8 +108,8 @@ def _named(mutations: Sequence[Mutation], folder: Path) -> str:
     named = len(shown) - len(missed)
     rest = f" Another line is named for {', '.join(missed)}." if missed else ""
     return (
-        f"{len(tried)} were tried. Of {len(shown)} that change values in one of the programs of "
-        f"`tools/mutants/programs.py`, `gshard.check` names the line of {named}, "
+        f"{len(tried)} were tried, and {len(shown)} change values in one of the programs of "
+        f"`tools/mutants/programs.py`: `gshard.check` names the line of {named}, "
         f"{100 * named / max(len(shown), 1):.1f}% (`python -m tools.mutants --check`).{rest}"
     )
 

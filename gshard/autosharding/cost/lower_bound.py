@@ -128,7 +128,7 @@ class LowerBoundPrices(OperatorPrices):
         return self.rounded(reducing * edge.runs * PICO), gathering
 
     def _copied_axes(self, axes: Sequence[int], spec: Spec) -> Axes:
-        """Those of some axes, with several devices, along which a spec has copies."""
+        """The axes with several devices along which a spec has copies."""
         return tuple(a for a in sorted(axes) if self.mesh[a] > 1 and spec[a] == NONE)
 
     def gathered(self, edge: Edge, number: int) -> Floats:

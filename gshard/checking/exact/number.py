@@ -28,7 +28,7 @@ _POISON = field.key_of("padding")
 class Exact:
     """Floats `f`, and elements `r` of the field.
 
-    `exp` of a number is the root of the field to the power of a hash of it. Of a difference from a
+    `exp` of a number is the root of the field to the power of a hash of it. For a difference from a
     maximum, `e` has the difference of the hashes in place of that: exp(a - b) is exp(a) / exp(b).
     `is_max` says that it is a maximum, `sum_bits` how many bits the narrowest type has that
     something was added up in on the way here from the last value that was compared. As a polynomial
@@ -223,8 +223,8 @@ def on_distinct(fn: Callable[[np.ndarray], np.ndarray], a: np.ndarray) -> np.nda
 def drawn(values: Any, dtype: Any, rng: np.random.Generator) -> Value:
     """A point at the user's values: floats with random elements of the field, one by one.
 
-    Floats move by a part in 10**7, so that no two are equal. Those that are whole numbers are
-    constants and stay, but for tensors in which all are the same, such as zeros at the start.
+    Floats move by a part in 10**7, so that no two are equal. Whole numbers are constants and
+    stay, but for tensors in which all are the same, such as zeros at the start.
     """
     if is_key_type(dtype) or not is_float(dtype):
         return constant(values)

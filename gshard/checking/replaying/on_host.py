@@ -23,7 +23,7 @@ KEPT = 400  # compiled operators: XLA needs 1.4 MB for each, and a training step
 
 
 class OnHost:
-    """Runs equations on the host. Those with equal operators and types share what is compiled."""
+    """Runs equations on the host; equal operators and types share their compiled function."""
 
     def __init__(self) -> None:
         self._compiled: dict[Hashable, Callable[..., Any]] = {}  # the last one was used last

@@ -21,7 +21,7 @@ class DeviceTile:
 
     `array` is the tile, padding included. `shape` is that of the whole array and `place` the
     slices of it that the tile is; both are None for what an operator computes on the way, which
-    is a part of no value of the user's program. Of an `unreduced` value, the tile is a summand.
+    is a part of no value of the user's program. An `unreduced` value's tile is a summand.
     """
 
     array: np.ndarray

@@ -288,7 +288,7 @@ def _when_rewritten(operator: DeviceOperator, body: Body) -> int:
 def _kept_aside(body: Body, given: Places) -> list[Any]:
     """Donated arguments that XLA for CPUs copies first, before it schedules.
 
-    Those that an operator may read after their buffer is overwritten: one on which the overwriting
+    An operator may read them after their buffer is overwritten: one on which the overwriting
     operator does not depend.
     """
     makers = {v: o for o in body.operators for v in o.writes}

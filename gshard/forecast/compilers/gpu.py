@@ -84,7 +84,7 @@ class GPU(Compiler):
 def _is_by_rows(op: Op, scattered: set[Any], devices: int) -> bool:
     """Whether it reduces the last dim alone, and rows are contiguous, or nothing at all.
 
-    Of the other dims that it reduces, a device has a single row if there are enough devices.
+    A device has a single row of the other dims that it reduces if there are enough devices.
     """
     if not op.reduces or len(op.reads) != 1 or op.reads[0] in scattered:
         return False

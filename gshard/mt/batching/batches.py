@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from gshard.mt.batching.mixture import (
+    Cycle,
     Draw,
     Group,
-    Schedule,
     Stream,
     fitting,
     load_grain,
@@ -200,7 +200,7 @@ class _Bucketed:
                 stream = Stream(groups, sub_seed(config.seed, 1000 + number))
                 self._buckets.append((rows, source, target, stream))
                 weights.append(sum(weight for _, _, weight in groups) / rows)
-        self._schedule = Schedule(weights, config.seed)
+        self._schedule = Cycle(weights, config.seed)
 
     def __len__(self) -> int:
         return _ENDLESS

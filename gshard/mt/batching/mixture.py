@@ -33,7 +33,7 @@ def load_grain() -> ModuleType:
     return grain
 
 
-class Schedule:
+class Cycle:
     """Which of several parts each position of a mixture takes its next element from.
 
     A cycle holds every part in proportion to its weight, in a seeded random order. (Grain's own
@@ -71,7 +71,7 @@ class Stream:
         self._examples = [examples.astype(np.int32) for _, examples, _ in groups]
         self._sizes = np.array([len(examples) for examples in self._examples])
         self._seed = seed
-        self._schedule = Schedule([weight for _, _, weight in groups], seed)
+        self._schedule = Cycle([weight for _, _, weight in groups], seed)
         self._shuffled: dict[int, tuple[int, np.ndarray]] = {}  # by group: the round, its order
 
     def __getstate__(self) -> dict[str, object]:

@@ -28,7 +28,7 @@ def pack(
         return []
     if sources.max() > source_room or targets.max() > target_room:
         raise ValueError("a sentence is longer than a row")
-    waiting = _Waiting(sources, targets, source_room, target_room)
+    waiting = _Unpacked(sources, targets, source_room, target_room)
     rows: list[list[int]] = []
     while waiting.count:
         row: list[int] = []
@@ -42,7 +42,7 @@ def pack(
     return rows
 
 
-class _Waiting:
+class _Unpacked:
     """The sentences that are in no row yet. Many are alike: only lengths are compared.
 
     The U source lengths and V target lengths that occur are sorted. `_longest[v]` has for each of
@@ -78,7 +78,7 @@ class _Waiting:
     def take(self, left_source: int, left_target: int) -> tuple[int, int, int] | None:
         """The best sentence for a row with so much left, and its lengths; None if nothing fits.
 
-        Of equally good ones the shortest source goes first.
+        Where several are equally good, the shortest source goes first.
         """
         U = bisect.bisect_right(self._sources, left_source)
         V = bisect.bisect_right(self._targets, left_target)

@@ -16,7 +16,7 @@ import numpy as np
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import Task, Tokenizer
 from gshard.mt.errors import UserError
-from gshard.mt.progress import Step
+from gshard.mt.progress import Advance
 
 if TYPE_CHECKING:
     from gshard.mt.data.corpus import Corpus
@@ -68,7 +68,7 @@ def open_tokens(
     folder: str | Path,
     split: str = "train",
     tasks: Sequence[Task] | None = None,
-    step: Step | None = None,
+    step: Advance | None = None,
     verify: bool = False,
 ) -> list[TaskTokens]:
     """The examples of `tasks` (all of the tokenizer's) as ids, encoded into `folder` when absent.

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gshard.mt import atomic
-from gshard.mt.data.splits import SPLITS, Row
+from gshard.mt.data.splits import SPLITS, CorpusRow
 from gshard.mt.errors import UserError, nearest
 
 MANIFEST = "manifest.json"
@@ -119,7 +119,7 @@ class Corpus:
         return bad
 
 
-def write_rows(rows: Iterable[Row], path: Path) -> dict[str, Any] | None:
+def write_rows(rows: Iterable[CorpusRow], path: Path) -> dict[str, Any] | None:
     """Write one language and split; its entry of the manifest, or None if there are no rows."""
     rest = iter(rows)
     group = list(itertools.islice(rest, _GROUP))

@@ -26,7 +26,7 @@ _BATCH = 25  # Debian packages a call of apt-get: few enough for a lively progre
 
 
 @dataclass(frozen=True)
-class Problem:
+class Skipped:
     """A package, file or line that was skipped, and why.
 
     Both are printed and written down, and may have been chosen by who made the package: bytes that
@@ -53,8 +53,8 @@ def fetched(package: Package, folder: Path) -> Fetched | None:
 def fetch(
     packages: Sequence[tuple[Package, Source]],
     folder: Path,
-    done: Callable[[Package, Problem | None], None],
-) -> list[Problem]:
+    done: Callable[[Package, Skipped | None], None],
+) -> list[Skipped]:
     """Download and unpack what is not there yet, calling `done` for each package as it comes."""
     folder = folder.resolve()  # the clients run in folders of their own
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def fetch(
             missing.setdefault(package.client, []).append((package, source))
     for client, wanted in missing.items():
         for package, outcome in _CLIENTS[client](wanted, folder):
-            problem = Problem(package.requirement, outcome) if outcome else None
+            problem = Skipped(package.requirement, outcome) if outcome else None
             problems += [problem] if problem else []
             done(package, problem)
     return problems

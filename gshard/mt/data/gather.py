@@ -27,7 +27,13 @@ import pyarrow.parquet as pq
 from gshard.mt import atomic
 from gshard.mt.data import fetch, jobs
 from gshard.mt.data.corpus import MANIFEST, VERSION, Corpus, write_rows
-from gshard.mt.data.splits import Row, Shares, given_splits, split_language, without_duplicates
+from gshard.mt.data.splits import (
+    CorpusRow,
+    HeldOutShares,
+    given_splits,
+    split_language,
+    without_duplicates,
+)
 from gshard.mt.data.tiers import Tier
 from gshard.mt.data.user_text import Own
 from gshard.mt.errors import UserError
@@ -49,7 +55,7 @@ class GatherConfig:
     out: Path
     tier: Tier | None = None
     own: tuple[Own, ...] = ()
-    shares: Shares = field(default_factory=Shares)
+    shares: HeldOutShares = field(default_factory=HeldOutShares)
     jobs: int = 0  # processes; 0 is one for each core
     licence: str = "the user's own"  # of `own`
     ray: bool = False  # on the nodes of a Ray cluster
@@ -57,7 +63,7 @@ class GatherConfig:
 
 def gather(
     config: GatherConfig, progress: Progress | None = None
-) -> tuple[Corpus, list[fetch.Problem]]:
+) -> tuple[Corpus, list[fetch.Skipped]]:
     """Gather a corpus into `config.out`; what had to be skipped is returned beside it."""
     progress = progress or Silent()
     if config.tier is None and not config.own:
@@ -71,7 +77,7 @@ def gather(
 
 def _gather(
     config: GatherConfig, work: Path, progress: Progress
-) -> tuple[Corpus, list[fetch.Problem]]:
+) -> tuple[Corpus, list[fetch.Skipped]]:
     """The same, by the only process that changes these folders."""
     problems = _fetch(config, work / "packages", progress)
     jobs = _jobs(config, work)
@@ -87,7 +93,7 @@ def _gather(
     return corpus, problems
 
 
-def _fetch(config: GatherConfig, folder: Path, progress: Progress) -> list[fetch.Problem]:
+def _fetch(config: GatherConfig, folder: Path, progress: Progress) -> list[fetch.Skipped]:
     if config.tier is None:
         return []
     packages = config.tier.packages()
@@ -95,7 +101,7 @@ def _fetch(config: GatherConfig, folder: Path, progress: Progress) -> list[fetch
     return fetch.fetch(packages, folder, lambda package, _: step(package.name))
 
 
-def _jobs(config: GatherConfig, work: Path) -> list[jobs.Job]:
+def _jobs(config: GatherConfig, work: Path) -> list[jobs.CleaningJob]:
     folder = work / "units"
     folder.mkdir(exist_ok=True)
     found = [jobs.own_job(own, folder) for own in config.own]
@@ -106,7 +112,9 @@ def _jobs(config: GatherConfig, work: Path) -> list[jobs.Job]:
     return found
 
 
-def _read(config: GatherConfig, wanted: list[jobs.Job], progress: Progress) -> list[jobs.Result]:
+def _read(
+    config: GatherConfig, wanted: list[jobs.CleaningJob], progress: Progress
+) -> list[jobs.Cleaned]:
     step = progress.stage("read and clean", len(wanted))
     results = {job.target: result for job in wanted if (result := jobs.finished(job))}
     for result in results.values():
@@ -120,7 +128,7 @@ def _read(config: GatherConfig, wanted: list[jobs.Job], progress: Progress) -> l
     return [results[job.target] for job in wanted]
 
 
-def _weight(job: jobs.Job) -> int:
+def _weight(job: jobs.CleaningJob) -> int:
     if job.own is not None:
         return sum(path.stat().st_size for path in job.own.paths)
     assert job.unit is not None
@@ -155,7 +163,7 @@ def _parallel(
 
 
 def _sort_by_language(
-    jobs: list[jobs.Job], scratch: Path, shares: Shares, progress: Progress
+    jobs: list[jobs.CleaningJob], scratch: Path, shares: HeldOutShares, progress: Progress
 ) -> tuple[dict[str, list[Path]], dict[int, str]]:
     """All units' rows as files by language, in the units' order, and the splits users gave."""
     step = progress.stage("sort", len(jobs))
@@ -217,8 +225,8 @@ def _write(
     work: Path,
     languages: dict[str, list[Path]],
     forced: dict[int, str],
-    results: list[jobs.Result],
-    problems: list[fetch.Problem],
+    results: list[jobs.Cleaned],
+    problems: list[fetch.Skipped],
     progress: Progress,
 ) -> Corpus:
     step = progress.stage("split and write", len(languages))
@@ -256,7 +264,7 @@ def _write(
     return Corpus.open(config.out)
 
 
-def _most(shares: Shares) -> dict[str, int]:
+def _most(shares: HeldOutShares) -> dict[str, int]:
     return {f"most_{split}": count for split, count in shares.most.items()}
 
 
@@ -268,12 +276,12 @@ def _old_folder(out: Path) -> str:
 
 
 def _write_language(
-    part: Path, shares: Shares, forced: dict[int, str], item: tuple[str, list[Path]]
+    part: Path, shares: HeldOutShares, forced: dict[int, str], item: tuple[str, list[Path]]
 ) -> tuple[dict[str, Any], Counter[str]]:
     language, paths = item
     dropped = Counter[str]()
     scratch = paths[0].parent
-    rows = without_duplicates(_Rows(paths), dropped, scratch)
+    rows = without_duplicates(_LanguageFiles(paths), dropped, scratch)
     splits = split_language(rows, shares, forced, dropped, scratch)
     written = {
         split: write_rows(kept, part / split / f"{language}.parquet")
@@ -283,18 +291,18 @@ def _write_language(
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _LanguageFiles:
     """The rows of a language, read from its files as often as they are asked for."""
 
     paths: list[Path]
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[CorpusRow]:
         for path in self.paths:
             with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
                 for number in range(reader.num_record_batches):
                     batch = reader.get_batch(number)
-                    columns = [batch[name].to_pylist() for name in Row._fields]
-                    yield from map(Row, *columns)
+                    columns = [batch[name].to_pylist() for name in CorpusRow._fields]
+                    yield from map(CorpusRow, *columns)
 
 
 def _sources(config: GatherConfig, work: Path) -> list[dict[str, Any]]:

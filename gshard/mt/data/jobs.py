@@ -33,7 +33,7 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class Job:
+class CleaningJob:
     """A unit to be read: either a tier's packages or something of the user's own."""
 
     name: str
@@ -45,35 +45,35 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Result:
+class Cleaned:
     """What came of a unit: pairs kept, why others were dropped, files that could not be read."""
 
     name: str
     pairs: int
     dropped: dict[str, int]
-    problems: tuple[fetch.Problem, ...]
+    problems: tuple[fetch.Skipped, ...]
 
 
-def unit_job(unit: Unit, packages: Path, folder: Path) -> Job:
+def unit_job(unit: Unit, packages: Path, folder: Path) -> CleaningJob:
     """The job of a tier's unit; its digest covers the packages that came and how to read them."""
     stamps = [fetch.fetched(package, packages) for package in unit.packages]
     text = f"{CLEANING} {unit.source.read} {unit.source.split} {stamps}"
     digest = hashlib.sha256(text.encode()).hexdigest()
     client = unit.packages[0].client
     target = folder / f"{client}-{unit.name}.parquet".replace("/", "+")
-    return Job(unit.name, target, digest, unit=unit, packages=packages)
+    return CleaningJob(unit.name, target, digest, unit=unit, packages=packages)
 
 
-def own_job(what: user_text.Own, folder: Path) -> Job:
+def own_job(what: user_text.Own, folder: Path) -> CleaningJob:
     """The job of a user's file or folder."""
     digest = hashlib.sha256(f"{CLEANING} {what.digest()}".encode()).hexdigest()
     place = hashlib.sha256(b"\n".join(os.fsencode(path.resolve()) for path in what.paths))
     # A name in the file system has 255 bytes at most, and the user's may have all of them.
     target = folder / f"own-{what.name[:50]}-{place.hexdigest()[:8]}.parquet"
-    return Job(what.name, target, digest, own=what)
+    return CleaningJob(what.name, target, digest, own=what)
 
 
-def finished(job: Job) -> Result | None:
+def finished(job: CleaningJob) -> Cleaned | None:
     """The result of a job that an earlier gathering did from the same things."""
     try:
         if atomic.read_text(_checksum(job)).strip() != atomic.checksum(job.target):
@@ -82,24 +82,24 @@ def finished(job: Job) -> Result | None:
         note = json.loads(metadata[_KEY])
         if note["digest"] != job.digest:
             return None
-        problems = tuple(fetch.Problem(**problem) for problem in note["problems"])
-        return Result(job.name, note["pairs"], note["dropped"], problems)
+        problems = tuple(fetch.Skipped(**problem) for problem in note["problems"])
+        return Cleaned(job.name, note["pairs"], note["dropped"], problems)
     except (OSError, pa.ArrowException, KeyError, ValueError, TypeError, RecursionError):
         return None
 
 
-def _checksum(job: Job) -> Path:
+def _checksum(job: CleaningJob) -> Path:
     """The file with the checksum of a job's file."""
     return job.target.with_name(job.target.name + ".sha256")
 
 
-def read_and_clean(job: Job) -> Result:
+def read_and_clean(job: CleaningJob) -> Cleaned:
     """Read and clean a unit into its file."""
     dropped: Counter[str] = Counter()
-    problems: list[fetch.Problem] = []
+    problems: list[fetch.Skipped] = []
 
     def report(path: str, why: str) -> None:
-        problems.append(fetch.Problem(path, why))
+        problems.append(fetch.Skipped(path, why))
 
     pairs = 0
     with atomic.new_file(job.target) as part:
@@ -125,13 +125,13 @@ def read_and_clean(job: Job) -> Result:
             writer.close()
     with atomic.new_file(_checksum(job)) as part:
         part.write_text(atomic.checksum(job.target) + "\n", encoding="utf-8")
-    return Result(job.name, pairs, dict(dropped), tuple(problems))
+    return Cleaned(job.name, pairs, dict(dropped), tuple(problems))
 
 
 Cells = tuple[str, str, str, str, str]
 
 
-def _rows(job: Job, dropped: Counter[str], report: readers.Report) -> Iterator[Cells]:
+def _rows(job: CleaningJob, dropped: Counter[str], report: readers.Report) -> Iterator[Cells]:
     if job.own is not None:
         for pair in user_text.read_own(job.own, report):
             raw = pair.raw

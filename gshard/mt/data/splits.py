@@ -32,7 +32,7 @@ MIN_WORDS, MAX_WORDS = 5, 40  # of a held-out sentence
 _NOT_LETTERS = re.compile(r"[\W\d_]+")
 
 
-class Row(NamedTuple):
+class CorpusRow(NamedTuple):
     """A clean pair of one language; `split` is "" unless the user's file says where it belongs."""
 
     source: str
@@ -52,7 +52,7 @@ def fingerprint(key: str) -> int:
 
 
 @dataclass(frozen=True)
-class Shares:
+class HeldOutShares:
     """How much of the long sentences to hold out, and at most how many a language."""
 
     test: float = 0.02
@@ -73,7 +73,7 @@ class Shares:
         return "dev" if place >= 1 - self.dev else "train"
 
 
-def given_splits(rows: Iterable[tuple[str, str]], shares: Shares) -> dict[int, str]:
+def given_splits(rows: Iterable[tuple[str, str]], shares: HeldOutShares) -> dict[int, str]:
     """The splits that users' files force, from (English, split), by fingerprint.
 
     Test is stronger than dev and dev than train. Only what differs from the hash's own answer, or
@@ -95,46 +95,46 @@ def fit_to_hold_out(english: str) -> bool:
     return MIN_WORDS <= len(english.split()) <= MAX_WORDS and not PLACEHOLDER.search(english)
 
 
-class _HeldOut:
-    """Sentences that may be held out: of all that there are, those with the least fingerprints.
+class _HeldOutRows:
+    """Sentences that may be held out: the ones with the least fingerprints.
 
     By fingerprint, so that which ones stay does not depend on the order of the sources.
     """
 
     def __init__(self, most: int):
         self._most = most
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, CorpusRow] = {}
         self.marks: set[int] = set()
 
-    def add(self, mark: int, row: Row) -> None:
+    def add(self, mark: int, row: CorpusRow) -> None:
         """Take in a sentence that has not been seen yet."""
         self.marks.add(mark)
         self._rows[mark] = row
         if len(self._rows) > 2 * self._most + 1000:
             self._rows = dict(self._least())
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[CorpusRow]:
         """No more than are wanted."""
         return [row for _, row in self._least()]
 
-    def _least(self) -> list[tuple[int, Row]]:
+    def _least(self) -> list[tuple[int, CorpusRow]]:
         return sorted(self._rows.items())[: self._most]
 
 
 def split_language(
-    rows: Iterable[Row],
-    shares: Shares,
+    rows: Iterable[CorpusRow],
+    shares: HeldOutShares,
     forced: Mapping[int, str],
     dropped: Counter[str],
     scratch: Path | None = None,
-) -> dict[str, Iterable[Row]]:
+) -> dict[str, Iterable[CorpusRow]]:
     """The rows of one language by split; what must not be trained on is dropped and counted.
 
     Rows to train on wait in the folder `scratch`, and are dropped when they are asked for.
     """
-    held = {split: _HeldOut(shares.most[split]) for split in ("dev", "test")}
-    given: dict[str, list[Row]] = {"dev": [], "test": []}
-    train: Spool[Row] = Spool(scratch)
+    held = {split: _HeldOutRows(shares.most[split]) for split in ("dev", "test")}
+    given: dict[str, list[CorpusRow]] = {"dev": [], "test": []}
+    train: Spool[CorpusRow] = Spool(scratch)
     for row in rows:
         key = fold(row.english)
         mark = fingerprint(key)
@@ -152,7 +152,7 @@ def split_language(
         else:
             held[split].add(mark, row)
 
-    kept: dict[str, Iterable[Row]] = {}
+    kept: dict[str, Iterable[CorpusRow]] = {}
     sources: set[int] = set()  # of what is held out so far
     for split in ("test", "dev"):
         ranked = held[split].rows()
@@ -167,8 +167,8 @@ def split_language(
 
 
 def _without_sources(
-    rows: Iterable[Row], sources: Container[int], dropped: Counter[str]
-) -> Iterator[Row]:
+    rows: Iterable[CorpusRow], sources: Container[int], dropped: Counter[str]
+) -> Iterator[CorpusRow]:
     for row in rows:
         if fingerprint(fold(row.source)) in sources:
             dropped["source is held out"] += 1
@@ -230,8 +230,8 @@ class _Marks(NamedTuple):
 
 
 def without_duplicates(
-    rows: Iterable[Row], dropped: Counter[str], scratch: Path | None = None
-) -> Iterator[Row]:
+    rows: Iterable[CorpusRow], dropped: Counter[str], scratch: Path | None = None
+) -> Iterator[CorpusRow]:
     """Rows without repeated pairs, and with at most four translations of the same English.
 
     Rows with a given split are kept unless they are repeated exactly: the user chose that split.
@@ -270,7 +270,7 @@ def _reason(marks: _Marks, seen: set[int], variants: Counter[int]) -> str:
     return ""
 
 
-def _marks(row: Row) -> _Marks | None:
+def _marks(row: CorpusRow) -> _Marks | None:
     """What tells a row from others; None for one that is not translated."""
     if row.split:
         mark = fingerprint(f"{row.split}\t{row.english}\t{row.source}")

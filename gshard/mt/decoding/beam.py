@@ -15,9 +15,9 @@ from gshard.mt.batching.tokenizer import END, PAD
 from gshard.mt.decoding.search import (
     BeamConfig,
     Continuations,
+    FlatSearch,
     Library,
     Live,
-    Search,
     State,
     Translations,
 )
@@ -62,7 +62,7 @@ def beam_search(
         )
         return continuations(live, logits_BKV, config), cache
 
-    search = Search(config, JAX, step, forced)
+    search = FlatSearch(config, JAX, step, forced)
     beams = search.start(jnp.any(real_BL, axis=1), jnp.full(B, T, jnp.int32))
     beams = jax.tree.map(strategy.groups, beams)
     first = State(jnp.asarray(0, jnp.int32), beams, model.start_decoding(memory_BLM, K * T))

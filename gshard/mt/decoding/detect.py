@@ -21,7 +21,7 @@ from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.training.released import DETECTOR
-from gshard.mt.training.weights import Weights, write_weights
+from gshard.mt.training.weights import WeightsFile, write_weights
 
 _BUCKETS = 1 << 15
 _LENGTHS = (1, 2, 3, 4)  # characters of an n-gram
@@ -30,7 +30,7 @@ _CHARACTERS = 400_000  # of a language, to learn from
 _SMOOTHING = 0.5
 
 
-class Found(NamedTuple):
+class Detected(NamedTuple):
     """A language, and how sure that is, from 0 to 100."""
 
     language: str
@@ -62,7 +62,7 @@ class Detector:
             texts["en"] += _up_to(share, (english for _, english in pairs))
         return Detector.train(texts)
 
-    def detect(self, text: str, most: int = 3) -> list[Found]:
+    def detect(self, text: str, most: int = 3) -> list[Detected]:
         """The likeliest languages, the best first; none for text without a letter."""
         text = text[:_READ]
         if not any(c.isalpha() for c in text):
@@ -74,7 +74,7 @@ class Detector:
         weights_L = np.exp((scores_L - scores_L.max()) / len(_LENGTHS))
         shares_L = weights_L / weights_L.sum()
         best = np.argsort(-shares_L, kind="stable")[:most]
-        found = [Found(self.languages[n], round(100 * float(shares_L[n]), 1)) for n in best]
+        found = [Detected(self.languages[n], round(100 * float(shares_L[n]), 1)) for n in best]
         return [each for n, each in enumerate(found) if n == 0 or each.confidence >= 1.0]
 
     def save(self, path: Path) -> None:
@@ -85,7 +85,7 @@ class Detector:
     @staticmethod
     def load(path: Path) -> Detector:
         """What `save` wrote."""
-        weights = Weights(path)
+        weights = WeightsFile(path)
         languages = weights.note.get("languages", "").split()
         if weights.shapes != {"table": (len(languages), _BUCKETS)} or not languages:
             raise UserError(f"{path} is damaged: it has no table of {len(languages)} languages")

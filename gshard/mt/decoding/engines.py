@@ -17,7 +17,7 @@ from gshard.mt.decoding.texts import TextTranslator, TranslateConfig
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.launch.environment import Hosts
 from gshard.mt.training import released
-from gshard.mt.training.weights import WEIGHTS, Quantized, Weights, quantize, summed_axes
+from gshard.mt.training.weights import WEIGHTS, Quantized, WeightsFile, quantize, summed_axes
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.host.model import Load
@@ -200,5 +200,5 @@ def _weights(run: Run, which: str) -> tuple[Load, int, int]:
         count = sum(leaf.size for leaf in arrays.values())
         return lambda name: np.asarray(arrays[name]), count, step
     step = released.opened(run, which)
-    weights = Weights(run.folder / WEIGHTS)
+    weights = WeightsFile(run.folder / WEIGHTS)
     return weights.stored, sum(map(math.prod, weights.shapes.values())), step

@@ -20,7 +20,7 @@ _PAUSE = 0.05  # seconds without anything to read that end a chunk
 _LONGEST = 100_000_000  # characters of a line; a device may have no end
 
 
-class Lines:
+class TextLines:
     """The lines of the file at `path`, or of standard input; `name` is what messages call it."""
 
     def __init__(self, path: Path | None, encoding: str = "utf-8"):

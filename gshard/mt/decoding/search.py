@@ -131,7 +131,7 @@ class Library(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Search:
+class FlatSearch:
     """The search with a decoder's step, in arrays of a library.
 
     `step(t, live, cache)` has the decoder read the live tokens as those of step t, and gives the
@@ -201,7 +201,7 @@ class Search:
     def may_end(self, ends_BK: Array, goes_on_BK: Array) -> Array:
         """Which ends rank among the K best of all candidates.
 
-        Fewer than K candidates are better than such an end, so that those of them that go on are
+        Fewer than K candidates are better than such an end, so that the ones that go on are
         all among the K best that go on: there is no need to sort all candidates with the ends.
         """
         rivals_BX = self.library.xp.concatenate([goes_on_BK, ends_BK], axis=1)

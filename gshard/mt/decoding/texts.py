@@ -91,7 +91,7 @@ class Hypothesis(NamedTuple):
     tokens: tuple[int, ...] = ()
 
 
-class Job(NamedTuple):
+class SearchJob(NamedTuple):
     """One piece of text to translate, its source tokens, and the program's source length."""
 
     piece: str
@@ -214,7 +214,7 @@ class TextTranslator(abc.ABC):
         """Tokens beside those of the text: the end, and a tag if the model has several targets."""
         return 1 if self.tokenizer.config.directions == "to-english" else 2
 
-    def _jobs(self, pieces: Sequence[str], target: str, source: str) -> list[Job]:
+    def _jobs(self, pieces: Sequence[str], target: str, source: str) -> list[SearchJob]:
         """What there is to translate; of blank text nothing."""
         longest, jobs = self.config.longest, []
         encoded = self.tokenizer.encode_source(pieces, target, source) if pieces else []
@@ -222,17 +222,17 @@ class TextTranslator(abc.ABC):
             if len(ids) > longest:  # a single character that the longest program cannot hold
                 ids = [*ids[: longest - 1], END]
             if len(ids) > self._overhead:
-                jobs.append(Job(piece, ids, self.config.shape(len(ids))))
+                jobs.append(SearchJob(piece, ids, self.config.shape(len(ids))))
         return jobs
 
-    def _batches(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
+    def _batches(self, jobs: Sequence[SearchJob]) -> Iterator[list[SearchJob]]:
         """Batches of one shape, with sentences of like length together: they end together."""
         for length in self.config.lengths:
             alike = sorted((j for j in jobs if j.length == length), key=lambda j: len(j.ids))
             for i in range(0, len(alike), self.config.rows):
                 yield alike[i : i + self.config.rows]
 
-    def _search(self, batch: Sequence[Job], target: str) -> Iterator[list[Hypothesis]]:
+    def _search(self, batch: Sequence[SearchJob], target: str) -> Iterator[list[Hypothesis]]:
         """The n-best lists of a batch."""
         length = max(job.length for job in batch)
         source = np.full((self._rows(len(batch), length), length), PAD, np.int32)
@@ -316,7 +316,7 @@ def joined(pieces: Sequence[Sequence[Hypothesis]], target: str) -> list[Hypothes
 
 
 @dataclass(frozen=True)
-class Route:
+class TokenRoute:
     """One token: its piece, and for each MoE layer its (expert, weight), the first choice first."""
 
     piece: str
@@ -327,8 +327,8 @@ class Route:
 class Routes:
     """The tokens of both sides. A token of the output has the experts that produced it."""
 
-    source: tuple[Route, ...]
-    output: tuple[Route, ...]
+    source: tuple[TokenRoute, ...]
+    output: tuple[TokenRoute, ...]
 
 
 def routes(
@@ -346,11 +346,11 @@ def routes(
     )
 
 
-def _routes(pieces: Sequence[str], layers: Sequence[Choices]) -> tuple[Route, ...]:
+def _routes(pieces: Sequence[str], layers: Sequence[Choices]) -> tuple[TokenRoute, ...]:
     def at(t: int) -> tuple[tuple[tuple[int, float], ...], ...]:
         return tuple(
             tuple(zip(each.expert[:, t].tolist(), each.weight[:, t].tolist(), strict=True))
             for each in layers
         )
 
-    return tuple(Route(piece, at(t)) for t, piece in enumerate(pieces))
+    return tuple(TokenRoute(piece, at(t)) for t, piece in enumerate(pieces))

@@ -85,7 +85,7 @@ class Translator(TextTranslator):
         return self.compiled("search", self._search_of(length), *self._shapes(rows, length))
 
     def _shapes(self, rows: int, length: int) -> tuple[tuple[int, ...], ...]:
-        """Those of a search's arguments: a batch, and a forced token if the model needs one."""
+        """The shapes of a search's arguments: a batch, and a forced token if the model needs it."""
         return ((rows, length), ()) if self.tokenizer.needs_source else ((rows, length),)
 
     def routings(self, source: Sequence[int], output: Sequence[int]) -> Routings:

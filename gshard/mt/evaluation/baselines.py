@@ -47,7 +47,7 @@ from gshard.mt.evaluation.store import (
     folder_of,
     translate_all,
 )
-from gshard.mt.progress import Progress, Silent, Step
+from gshard.mt.progress import Advance, Progress, Silent
 from gshard.mt.training.names import named, unnamed
 from gshard.nn.transformer import Transformer
 
@@ -97,7 +97,7 @@ def _train_group(
     group: Sequence[Baseline],
     config: BaselineConfig,
     devices: Sequence[jax.Device],
-    tell: Step,
+    tell: Advance,
 ) -> None:
     began = saved = time.monotonic()
     lengths = (run.config.batch.source_length, run.config.batch.target_length)

@@ -40,7 +40,7 @@ _AVERAGED = (
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one set of translations, both from 0 to 100."""
+    """The scores of one set of translations, from 0 to 100."""
 
     bleu: float
     chrf: float
@@ -89,7 +89,7 @@ def cut_of(target: str) -> str:
 def resource_groups(corpus: Corpus, languages: Sequence[str]) -> dict[str, str]:
     """high, mid or low for each language: the quarter with the most pairs, and with the fewest.
 
-    Of 102 languages that makes 25, 52 and 25, as in the papers on massively multilingual
+    With 102 languages that makes 25, 52 and 25, as in the papers on massively multilingual
     translation. Two or three languages still have a high and a low one.
     """
     ranked = sorted(languages, key=lambda language: (-corpus.count(language), language))

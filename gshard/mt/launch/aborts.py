@@ -29,7 +29,7 @@ _OURS = re.compile(rb"^[EF]\d{4} .*(coordination_service\w*\.cc|client\.h):\d+\]
 _kept: list[Any] = []  # what C has pointers to
 
 
-class _Errors:
+class _StandardError:
     """Standard error as C++ code has it, on its way to the terminal."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _Errors:
 def explain(told: Callable[[str], str | None], status: int) -> None:
     """From now on an `abort` of which `told` makes a sentence is that sentence and this status."""
     try:
-        errors = _Errors()
+        errors = _StandardError()
     except OSError:  # no place for a file: JAX's own words have to do
         return
     libc = ctypes.CDLL(None)

@@ -188,7 +188,7 @@ _PACKAGES = (
     "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "numpy", "equinox",
     "optax", "grain", "orbax-checkpoint", "sentencepiece",
 )  # fmt: skip
-# Those of XLA's flags in which hosts may differ, since the program is the same.
+# XLA's flags in which hosts may differ, since the program is the same.
 _ONLY_FILES = ("--xla_dump", "--xla_gpu_per_fusion_autotune_cache_dir", "--xla_force_host")
 _SOURCE = "source of "
 _MOST = 3  # differing source files that are named

@@ -28,7 +28,7 @@ WAITING, ALONE = "waiting", "working alone"
 
 @dataclass(frozen=True)
 class Status:
-    """Of one process, at a moment."""
+    """The status of one process, at a moment."""
 
     host: str = ""
     process: int = 0  # the operating system's number

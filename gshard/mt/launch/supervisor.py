@@ -219,7 +219,7 @@ class Supervisor:
             return None
         room, before = self._machines.capacity(self._count), self._room_then
         self._room_then = room
-        # Those that are left out are retried when a new process appears, and not before.
+        # Processes that are left out are retried when a new process appears, and not before.
         if room <= count or (self._left_out and room <= before):
             return None
         self._left_out = 0

@@ -71,7 +71,7 @@ def _text(run: Run) -> Iterator[str]:
 
 
 def licences(manifest: Mapping[str, Any]) -> list[str]:
-    """Those of the sources of a corpus."""
+    """The licences of the sources of a corpus."""
     stated = (source.get("licence", "") for source in manifest.get("sources", []))
     return sorted({licence for licence in stated if licence})
 

@@ -40,7 +40,7 @@ from gshard.mt.run import CONFIG
 from gshard.mt.training import checksums
 from gshard.mt.training.names import named, unnamed
 from gshard.mt.training.released import VOCABULARY, verified_in
-from gshard.mt.training.weights import WEIGHTS, Weights, write_weights
+from gshard.mt.training.weights import WEIGHTS, WeightsFile, write_weights
 from gshard.nn.config import TransformerConfig
 from gshard.nn.settings import GatingConfig
 from gshard.nn.transformer import Transformer
@@ -96,7 +96,7 @@ def import_model(folder: Path, out: Path) -> Transformer:
 def load_import(folder: Path) -> Transformer:
     """What `import_model` wrote."""
     config = built(TransformerConfig, read_json(folder / MODEL), "")
-    weights = Weights(folder / WEIGHTS)
+    weights = WeightsFile(folder / WEIGHTS)
     like = eqx.filter_eval_shape(Transformer, config, jax.random.key(0))
     return unnamed({name: jnp.asarray(weights[name]) for name in named(like)}, like)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gshard.mt import atomic
 from gshard.mt.errors import UserError
-from gshard.mt.report.gathered import Run, gather
+from gshard.mt.report.gathered import Gathered, gather
 from gshard.mt.report.page import render
 
 NAME = "report.html"
@@ -20,7 +20,7 @@ NAME = "report.html"
 
 def write_report(
     folders: Sequence[str | Path], out: str | Path | None = None
-) -> tuple[Path, list[Run]]:
+) -> tuple[Path, list[Gathered]]:
     """Write the page; where it is, and the runs it shows.
 
     One run keeps its report in its own folder; several together have theirs where the user is.

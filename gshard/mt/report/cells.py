@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gshard.mt.report.gathered import Run
+from gshard.mt.report.gathered import Gathered
 
 COLOURS = 12  # of runs, in tokens.css
 MISSING = "\N{EN DASH}"
@@ -113,7 +113,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Table:
+class Grid:
     """A table; the first cell of a row is its head. Rows in `breaks` have a line above them."""
 
     name: str
@@ -140,6 +140,6 @@ def change(value: float | None) -> Cell:
     return Cell(signed(value), value, kind)
 
 
-def run_name(run: Run, runs: Sequence[Run]) -> Cell:
+def run_name(run: Gathered, runs: Sequence[Gathered]) -> Cell:
     """The name of a run beside its colour in the charts."""
     return Cell(run.name, run.name, colour=colour(runs.index(run)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from gshard.mt.report import measures
 from gshard.mt.report.cells import cut
-from gshard.mt.report.gathered import SIDES, Example, Record, Run, Task
+from gshard.mt.report.gathered import SIDES, Direction, Example, Gathered, Record
 
 MOST_POINTS = 500  # of a curve; more cannot be told apart on a screen
 MOST_SHARES = 250_000  # of experts, all runs together; about 5 bytes each
@@ -31,7 +31,7 @@ HEALTH = (
 )
 
 
-def chart_data(runs: Sequence[Run]) -> dict[str, Any]:
+def chart_data(runs: Sequence[Gathered]) -> dict[str, Any]:
     """Everything that the page's script needs."""
     order = measures.resource_order(runs)
     return {
@@ -46,7 +46,7 @@ def chart_data(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def corpora(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def corpora(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
     """Training pairs by language, most first: one list for all the runs that have the same."""
     found: list[dict[str, Any]] = []
     for run in runs:
@@ -62,7 +62,7 @@ def corpora(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return found
 
 
-def _loss(run: Run) -> dict[str, Any]:
+def _loss(run: Gathered) -> dict[str, Any]:
     train, dev = measures.curve(run.train, smooth=True), measures.curve(run.dev, smooth=False)
     places = measures.thinned(len(train.records), MOST_POINTS)
     kept = [train.records[place] for place in places]
@@ -90,7 +90,7 @@ def _rounded(value: float | None, places: int = 4) -> float | None:
     return round(value, places)
 
 
-def _task(task: Task) -> dict[str, Any]:
+def _task(task: Direction) -> dict[str, Any]:
     return {
         "task": task.name,
         "language": task.language,
@@ -101,7 +101,7 @@ def _task(task: Task) -> dict[str, Any]:
     }
 
 
-def quality(runs: Sequence[Run], order: Sequence[Task]) -> list[dict[str, Any]]:
+def quality(runs: Sequence[Gathered], order: Sequence[Direction]) -> list[dict[str, Any]]:
     """BLEU, and BLEU over the baselines, raw and smoothed, in the order of `order`.
 
     Tasks into English and out of it are smoothed apart: they are two figures.
@@ -130,7 +130,7 @@ def quality(runs: Sequence[Run], order: Sequence[Task]) -> list[dict[str, Any]]:
     return found
 
 
-def _smooth(column: Sequence[float | None], order: Sequence[Task]) -> list[float | None]:
+def _smooth(column: Sequence[float | None], order: Sequence[Direction]) -> list[float | None]:
     """The centred mean of each direction by itself; none where a mean of ten would be flat."""
     smooth: list[float | None] = [None] * len(column)
     for direction in (True, False):
@@ -143,7 +143,7 @@ def _smooth(column: Sequence[float | None], order: Sequence[Task]) -> list[float
     return smooth
 
 
-def experts(runs: Sequence[Run], order: Sequence[Task]) -> list[dict[str, Any]]:
+def experts(runs: Sequence[Gathered], order: Sequence[Direction]) -> list[dict[str, Any]]:
     """The share of each expert by side, layer and task, in ten-thousandths.
 
     Where there are more than a page can hold, neighbouring experts are added up: `together` of
@@ -185,7 +185,7 @@ def _shares(row: Sequence[float], together: int) -> list[int]:
     ]
 
 
-def health(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def health(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
     """The measures of HEALTH that any run has, over its steps."""
     found = []
     for name, title, form, meaning in HEALTH:
@@ -202,7 +202,7 @@ def health(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return found
 
 
-def examples(runs: Sequence[Run], order: Sequence[Task]) -> dict[str, Any]:
+def examples(runs: Sequence[Gathered], order: Sequence[Direction]) -> dict[str, Any]:
     """Translations to read: a sentence once, with what each run made of it.
 
     If there are more than a page should hold, every task keeps its first ones.

@@ -14,7 +14,7 @@ _TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1
 
 
 @dataclass(frozen=True)
-class Variant:
+class ChartChoice:
     """A chart that readers can choose, by the names of their choices; `scale` divides its x."""
 
     name: str
@@ -23,7 +23,7 @@ class Variant:
     scale: float = 1.0
 
 
-def loss(data: dict[str, Any]) -> list[Variant]:
+def loss(data: dict[str, Any]) -> list[ChartChoice]:
     """The cross-entropies over tokens, steps and time, as far as they are recorded."""
     found = []
     for clock, title in _CLOCKS.items():
@@ -34,7 +34,7 @@ def loss(data: dict[str, Any]) -> list[Variant]:
     return found
 
 
-def _loss(data: dict[str, Any], clock: str, title: str, longest: float) -> Variant:
+def _loss(data: dict[str, Any], clock: str, title: str, longest: float) -> ChartChoice:
     unit, scale = title, 1.0
     if clock == "seconds":
         unit, scale = next(((n, s) for n, s in _TIMES if longest >= 2 * s), _TIMES[-1])
@@ -54,7 +54,7 @@ def _loss(data: dict[str, Any], clock: str, title: str, longest: float) -> Varia
     label = f"Cross-entropy of {len(data['runs'])} runs over {title}"
     y = Axis("cross-entropy, nats for each token", low - 0.06 * room, high + 0.03 * room)
     x = Axis(unit, low=0.0, form="short")
-    return Variant(clock, curves(label, series, x, y, height=300), title, scale)
+    return ChartChoice(clock, curves(label, series, x, y, height=300), title, scale)
 
 
 def _points(
@@ -64,10 +64,10 @@ def _points(
     return [(x / scale, y) for x, y in pairs if x is not None and y is not None]
 
 
-def quality(data: dict[str, Any]) -> list[Variant]:
+def quality(data: dict[str, Any]) -> list[ChartChoice]:
     """BLEU by language, and over the baselines, into English and from it."""
     return [
-        Variant(f"{measure} {int(into)}", _quality(data, measure, into), title)
+        ChartChoice(f"{measure} {int(into)}", _quality(data, measure, into), title)
         for measure, title in (("delta", "ΔBLEU over the bilingual baselines"), ("bleu", "BLEU"))
         for into in (True, False)
         if any(task["into"] == into for task in data["tasks"])

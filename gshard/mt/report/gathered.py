@@ -26,7 +26,7 @@ Record = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Task:
+class Direction:
     """The scores of one direction, such as de-en; None is what the evaluation does not say."""
 
     name: str
@@ -64,7 +64,7 @@ class Example:
 class Evaluation:
     """What `gshard evaluate` found."""
 
-    tasks: dict[str, Task]
+    tasks: dict[str, Direction]
     averages: dict[str, Record]
     examples: tuple[Example, ...]
     experts: dict[str, dict[str, list[list[float]]]]  # side, task: the share of each expert
@@ -83,7 +83,7 @@ class Baselines:
 
 
 @dataclass(frozen=True)
-class Run:
+class Gathered:
     """All that a report knows of one run."""
 
     name: str
@@ -111,7 +111,7 @@ class Run:
         return {name: value for record in self.train for name, value in record.items()}
 
 
-def gather(folders: Sequence[str | Path]) -> list[Run]:
+def gather(folders: Sequence[str | Path]) -> list[Gathered]:
     """The runs in `folders`, each once, under names that differ."""
     paths: list[Path] = []
     for folder in folders:
@@ -155,7 +155,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def _read_run(folder: Path, name: str) -> Run:
+def _read_run(folder: Path, name: str) -> Gathered:
     problems: list[str] = []
     config = _read_object(folder / "config.json", problems)
     if config is None and not (folder / "config.json").exists():
@@ -163,7 +163,7 @@ def _read_run(folder: Path, name: str) -> Run:
     train, dev = _read_metrics(folder / "metrics.jsonl", problems)
     evaluation = _read_evaluation(folder / "evaluation.json", problems)
     baselines = _read_baselines(folder / "baselines.json", problems)
-    return Run(
+    return Gathered(
         name=name,
         folder=folder,
         config=config or {},
@@ -272,13 +272,13 @@ def _read_evaluation(path: Path, problems: list[str]) -> Evaluation | None:
     )
 
 
-def _task(name: str, entry: Any) -> Task:
+def _task(name: str, entry: Any) -> Direction:
     entry = entry if isinstance(entry, dict) else {}
     source, _, target = name.partition("-")
     known, texts = numbers(entry), _texts(entry)
     group = texts.get("group", "")
     target = texts.get("target", target)
-    return Task(
+    return Direction(
         name=name,
         language=texts.get("language", source if target == "en" else target),
         target=target,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gshard.mt.report.gathered import Baselines, Record, Run, Task
+from gshard.mt.report.gathered import Baselines, Direction, Gathered, Record
 
 WINDOW = 10  # languages, as in the paper's figure
 LEAST = 2 * WINDOW  # languages from which on a mean over a window says something
@@ -108,19 +108,21 @@ def thresholds(curves: Sequence[Curve]) -> list[float]:
     return [math.ceil(loss * 1e4) / 1e4 for loss in sorted({high, low}, reverse=True)]
 
 
-def resource_order(runs: Sequence[Run]) -> list[Task]:
+def resource_order(runs: Sequence[Gathered]) -> list[Direction]:
     """Every evaluated task once, the one with the most training pairs first.
 
     Tasks have the counts and groups of the first run that knows them.
     """
-    found: dict[str, Task] = {}
+    found: dict[str, Direction] = {}
     for run in runs:
         for task in run.evaluation.tasks.values() if run.evaluation else ():
             found.setdefault(task.name, task)
     return sorted(found.values(), key=lambda task: (-(task.train_pairs or 0), task.name))
 
 
-def baselines_of(run: Run, runs: Sequence[Run]) -> tuple[Baselines | None, Run | None]:
+def baselines_of(
+    run: Gathered, runs: Sequence[Gathered]
+) -> tuple[Baselines | None, Gathered | None]:
     """The run's own baselines, or those of another run with the same training text.
 
     Bilingual models are trained once for a corpus and compared with many multilingual ones; that
@@ -139,13 +141,13 @@ def baselines_of(run: Run, runs: Sequence[Run]) -> tuple[Baselines | None, Run |
     return None, None
 
 
-def _same_text(baseline: Record, task: Task) -> bool:
+def _same_text(baseline: Record, task: Direction) -> bool:
     """Whether both were trained on as many pairs, and measured on as many sentences."""
     same_test = baseline.get("sentences") in (None, task.sentences)
     return same_test and baseline.get("train_pairs") == task.train_pairs
 
 
-def deltas(run: Run, baselines: Baselines | None) -> dict[str, float]:
+def deltas(run: Gathered, baselines: Baselines | None) -> dict[str, float]:
     """BLEU over the baseline's for each task that has both."""
     if run.evaluation is None or baselines is None:
         return {}
@@ -156,7 +158,7 @@ def deltas(run: Run, baselines: Baselines | None) -> dict[str, float]:
     }
 
 
-def members(run: Run, group: str) -> list[Task]:
+def members(run: Gathered, group: str) -> list[Direction]:
     """The tasks that an average is over: those with few sentences only if there are no others."""
     tasks = list(run.evaluation.tasks.values()) if run.evaluation else []
     counted = [task for task in tasks if not task.few] or tasks
@@ -166,13 +168,13 @@ def members(run: Run, group: str) -> list[Task]:
     return [task for task in counted if group in ("all", task.group)]
 
 
-def mean_gain(run: Run, baselines: Baselines | None, group: str = "all") -> float | None:
+def mean_gain(run: Gathered, baselines: Baselines | None, group: str = "all") -> float | None:
     """The mean of BLEU over the baselines', over the tasks that an average is over."""
     gains = deltas(run, baselines)
     return mean(gains.get(task.name) for task in members(run, group))
 
 
-def average(run: Run, group: str, name: str) -> float | None:
+def average(run: Gathered, group: str, name: str) -> float | None:
     """An average of the evaluation; computed from its tasks where the file does not have it."""
     if run.evaluation is None:
         return None

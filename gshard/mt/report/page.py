@@ -16,9 +16,9 @@ from typing import Any
 
 from gshard.mt.report import cells as as_text
 from gshard.mt.report import drawn, measures, tables
-from gshard.mt.report.cells import COLOURS, Table, run_name
+from gshard.mt.report.cells import COLOURS, Grid, run_name
 from gshard.mt.report.charts import chart_data
-from gshard.mt.report.gathered import Run
+from gshard.mt.report.gathered import Gathered
 from gshard.pages import checked, style
 from gshard.pages import render as fill_in
 
@@ -38,7 +38,7 @@ class Note:
 Section = dict[str, Any]  # for its part of page.html; one with a `note` has nothing else to show
 
 
-def render(runs: Sequence[Run], now: float | None = None) -> str:
+def render(runs: Sequence[Gathered], now: float | None = None) -> str:
     """The page."""
     data = chart_data(runs)
     known = _sections(runs, data)
@@ -64,7 +64,7 @@ def render(runs: Sequence[Run], now: float | None = None) -> str:
     )
 
 
-def _sections(runs: Sequence[Run], data: dict[str, Any]) -> list[Section]:
+def _sections(runs: Sequence[Gathered], data: dict[str, Any]) -> list[Section]:
     found = [
         {"key": "models", "title": "Models", "table": tables.models(runs)},
         {"key": "quality", "title": "Quality by language", **_quality(runs, data)},
@@ -82,7 +82,7 @@ def _sections(runs: Sequence[Run], data: dict[str, Any]) -> list[Section]:
     return [section for section in found if section["key"] not in need_scores]
 
 
-def _tiles(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+def _tiles(runs: Sequence[Gathered]) -> list[tuple[str, str, str]]:
     """The headline figures, of the best run where there are several."""
     scored = [run for run in runs if measures.average(run, "all", "bleu") is not None]
     best = max(scored or runs, key=lambda run: measures.average(run, "all", "bleu") or 0.0)
@@ -117,7 +117,7 @@ def _tiles(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _about(run: Run) -> list[Note]:
+def _about(run: Gathered) -> list[Note]:
     """What a run is, how far it came, whether it was evaluated."""
     facts = []
     experts = run.setting("model", "experts")
@@ -145,15 +145,15 @@ def _about(run: Run) -> list[Note]:
     return facts
 
 
-def _command(name: str, run: Run, *options: str) -> str:
+def _command(name: str, run: Gathered, *options: str) -> str:
     return shlex.join(["gshard", name, str(run.folder), *options])
 
 
-def _scored(runs: Sequence[Run]) -> list[Run]:
+def _scored(runs: Sequence[Gathered]) -> list[Gathered]:
     return [run for run in runs if run.evaluation and run.evaluation.tasks]
 
 
-def _quality(runs: Sequence[Run], data: dict[str, Any]) -> Section:
+def _quality(runs: Sequence[Gathered], data: dict[str, Any]) -> Section:
     scored = _scored(runs)
     if not scored:
         after = " gives the scores of every language, the load of the experts and translations."
@@ -185,10 +185,10 @@ def _quality(runs: Sequence[Run], data: dict[str, Any]) -> Section:
     }
 
 
-def _languages(runs: Sequence[Run]) -> Section:
+def _languages(runs: Sequence[Gathered]) -> Section:
     scored = _scored(runs)
     order = measures.resource_order(runs)
-    panels: list[tuple[str, str, Table]] = []
+    panels: list[tuple[str, str, Grid]] = []
     if len(scored) > 1:
         panels.append(("panel-all", "all runs", tables.comparison(runs, order)))
     panels += [
@@ -207,7 +207,7 @@ def _languages(runs: Sequence[Run]) -> Section:
     return {"panels": panels, "signatures": signatures, "few": tables.FEW}
 
 
-def _loss(runs: Sequence[Run], data: dict[str, Any]) -> Section:
+def _loss(runs: Sequence[Gathered], data: dict[str, Any]) -> Section:
     charts = drawn.loss(data)
     if not charts or not any("nll" in record for run in runs for record in (*run.train, *run.dev)):
         return {"note": Note("No losses are recorded yet.")}
@@ -264,7 +264,7 @@ def _examples(examples: dict[str, Any]) -> Section:
     return {"more": as_text.whole(left) if left else ""}
 
 
-def _health(runs: Sequence[Run], data: dict[str, Any]) -> Section:
+def _health(runs: Sequence[Gathered], data: dict[str, Any]) -> Section:
     if not data["health"]:
         return {"note": Note("No measures of training are recorded.")}
     return {"table": tables.health(runs), "charts": drawn.health(data)}

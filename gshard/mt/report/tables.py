@@ -13,7 +13,7 @@ from gshard.mt.report.cells import (
     MISSING,
     Cell,
     Column,
-    Table,
+    Grid,
     change,
     duration,
     figure,
@@ -25,13 +25,13 @@ from gshard.mt.report.cells import (
     words,
 )
 from gshard.mt.report.charts import HEALTH
-from gshard.mt.report.gathered import GROUPS, Baselines, Run, Task
+from gshard.mt.report.gathered import GROUPS, Baselines, Direction, Gathered
 
 _GROUP_NAMES = {"to-english": "into English", "from-english": "from English"}
 FEW = 100  # sentences; a BLEU of fewer says little
 
 
-def models(runs: Sequence[Run]) -> Table:
+def models(runs: Sequence[Gathered]) -> Grid:
     """The paper's table of models: what each run is, what it took and what it reached."""
     columns = [
         Column("Model", text=True),
@@ -51,12 +51,12 @@ def models(runs: Sequence[Run]) -> Table:
     for run in shown:
         rows.append(_baselines(run, several=len(shown) > 1))
     breaks = (len(runs),) if shown else ()
-    return Table(
+    return Grid(
         "models-table", columns, rows, "Models, what they took and what they reached", breaks=breaks
     )
 
 
-def _model(run: Run, runs: Sequence[Run]) -> list[Cell]:
+def _model(run: Gathered, runs: Sequence[Gathered]) -> list[Cell]:
     layers = [run.setting("model", f"{side}_layers") for side in ("encoder", "decoder")]
     dims = [run.setting("model", name) for name in ("model_dim", "hidden_dim")]
     heads = run.setting("model", "heads")
@@ -80,7 +80,7 @@ def _model(run: Run, runs: Sequence[Run]) -> list[Cell]:
     ]
 
 
-def _baselines(run: Run, several: bool) -> list[Cell]:
+def _baselines(run: Gathered, several: bool) -> list[Cell]:
     assert run.baselines is not None
     tasks = list(run.baselines.tasks.values())
     weights = measures.mean(task.get("weights") for task in tasks)
@@ -100,7 +100,7 @@ def _baselines(run: Run, several: bool) -> list[Cell]:
     ]
 
 
-def _mean_baseline(run: Run, baselines: Baselines | None, group: str) -> float | None:
+def _mean_baseline(run: Gathered, baselines: Baselines | None, group: str) -> float | None:
     """The mean BLEU of the baselines of the tasks in a group; of all if the run has no scores."""
     if baselines is None:
         return None
@@ -108,7 +108,7 @@ def _mean_baseline(run: Run, baselines: Baselines | None, group: str) -> float |
     return measures.mean(baselines.tasks.get(name, {}).get("bleu") for name in names)
 
 
-def reached(runs: Sequence[Run]) -> list[Table]:
+def reached(runs: Sequence[Gathered]) -> list[Grid]:
     """What it took to reach losses, as in the paper's table: tokens, and steps and time below."""
     parts = []
     for kind, smooth in (("training", True), ("dev", False)):
@@ -129,7 +129,7 @@ def reached(runs: Sequence[Run]) -> list[Table]:
             rows.append(row)
         columns = [Column("Model", text=True), *(Column(f"{loss:g}") for loss in losses)]
         caption = f"Target tokens, steps and time to a {kind} cross-entropy of"
-        parts.append(Table(f"reached-{kind}", columns, rows, caption))
+        parts.append(Grid(f"reached-{kind}", columns, rows, caption))
     return parts
 
 
@@ -142,7 +142,7 @@ def _taken(record: dict[str, float]) -> Cell:
     return Cell(main, tokens, detail=detail)
 
 
-def averages(runs: Sequence[Run]) -> Table:
+def averages(runs: Sequence[Gathered]) -> Grid:
     """Scores averaged over all tasks, and over those with much, some and little training text."""
     scored = [run for run in runs if run.evaluation]
     columns = [
@@ -183,7 +183,7 @@ def averages(runs: Sequence[Run]) -> Table:
                 ]
             )
     columns, rows = _without_empty(columns, rows, keep=5)
-    return Table("averages", columns, rows, "Averages by resource", breaks=breaks[1:])
+    return Grid("averages", columns, rows, "Averages by resource", breaks=breaks[1:])
 
 
 def _without_empty(
@@ -196,7 +196,7 @@ def _without_empty(
     return [columns[n] for n in kept], [[row[n] for n in kept] for row in rows]
 
 
-def _head(task: Task, several: bool) -> list[Cell]:
+def _head(task: Direction, several: bool) -> list[Cell]:
     few = task.sentences is not None and task.sentences < FEW
     hint = f"fewer than {FEW} sentences: the scores say little"
     hint += ", and the averages leave them out" if task.few else ""
@@ -220,7 +220,7 @@ _HEAD = (
 )
 
 
-def languages(run: Run, runs: Sequence[Run], order: Sequence[Task]) -> Table:
+def languages(run: Gathered, runs: Sequence[Gathered], order: Sequence[Direction]) -> Grid:
     """Every score of a run, by language."""
     assert run.evaluation is not None
     baselines, _ = measures.baselines_of(run, runs)
@@ -251,10 +251,10 @@ def languages(run: Run, runs: Sequence[Run], order: Sequence[Task]) -> Table:
         )
     columns, rows = _without_empty(columns, rows, keep=6)
     place = runs.index(run)
-    return Table(f"languages-{place}", columns, rows, f"Scores of {run.name}", sortable=True)
+    return Grid(f"languages-{place}", columns, rows, f"Scores of {run.name}", sortable=True)
 
 
-def comparison(runs: Sequence[Run], order: Sequence[Task]) -> Table:
+def comparison(runs: Sequence[Gathered], order: Sequence[Direction]) -> Grid:
     """BLEU, and its gain over the baselines, of all evaluated runs side by side."""
     scored = [run for run in runs if run.evaluation]
     several = len({task.into_english for task in order}) > 1
@@ -268,14 +268,14 @@ def comparison(runs: Sequence[Run], order: Sequence[Task]) -> Table:
         gains = [change(each.get(task.name)) for each in delta]
         rows.append([*_head(task, several), *scores, *gains])
     columns, rows = _without_empty(columns, rows, keep=4)
-    return Table("languages-all", columns, rows, "BLEU of all runs", sortable=True)
+    return Grid("languages-all", columns, rows, "BLEU of all runs", sortable=True)
 
 
-def corpora(found: Sequence[dict[str, Any]]) -> list[Table]:
+def corpora(found: Sequence[dict[str, Any]]) -> list[Grid]:
     """Training pairs of each language, a table for each corpus."""
     columns = [Column("Language", text=True), Column("Training pairs")]
     return [
-        Table(
+        Grid(
             f"corpus-{n}",
             columns,
             [
@@ -289,7 +289,7 @@ def corpora(found: Sequence[dict[str, Any]]) -> list[Table]:
     ]
 
 
-def health(runs: Sequence[Run]) -> Table:
+def health(runs: Sequence[Gathered]) -> Grid:
     """The measures of training over its last tenth, where a run has settled."""
     written = {"share": share, "short": short, "whole": whole}
     columns = [Column("Model", text=True)]
@@ -305,10 +305,10 @@ def health(runs: Sequence[Run]) -> Table:
         if recent:
             rows.append(row)
     columns, rows = _without_empty(columns, rows, keep=1)
-    return Table("health-table", columns, rows, "Mean over the last tenth of the training")
+    return Grid("health-table", columns, rows, "Mean over the last tenth of the training")
 
 
-def dev_losses(runs: Sequence[Run]) -> Table | None:
+def dev_losses(runs: Sequence[Gathered]) -> Grid | None:
     """The dev losses in numbers, for those who do not see the curves."""
     rows = []
     for run in runs:
@@ -326,4 +326,4 @@ def dev_losses(runs: Sequence[Run]) -> Table | None:
             )
     columns = [Column("Model", text=True), Column("Step"), Column("Tokens"), Column("Time")]
     columns += [Column("Dev cross-entropy")]
-    return Table("dev-losses", columns, rows, "Dev cross-entropy") if rows else None
+    return Grid("dev-losses", columns, rows, "Dev cross-entropy") if rows else None

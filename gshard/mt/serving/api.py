@@ -47,7 +47,7 @@ class Asked:
 
     @property
     def sentences(self) -> list[str]:
-        """Those of all texts, one after the other."""
+        """The sentences of all texts, one after the other."""
         return [sentence for document in self.documents for sentence in document.sentences]
 
     def answer(self, found: Sequence[Sequence[Hypothesis]]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Connection(H11Protocol):
         """Begin."""
         super().connection_made(transport)
         self._wait()
-        # Those that are ended already are listed until the loop comes to them.
+        # Connections that are ended already are listed until the loop comes to them.
         there = [c for c in self.connections if not c.transport.is_closing()]
         if len(there) > most_connections():
             waiting = [c for c in there if isinstance(c, Connection) and c._waits]

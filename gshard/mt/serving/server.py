@@ -179,7 +179,7 @@ def application(
         middleware=[
             Middleware(Observed, metrics=api.metrics, routes=known),
             *([cors] if settings.cors else []),
-            Middleware(_Guard, policy=_policy(page + docs), checks_names=settings.checks_names),
+            Middleware(_PageGuard, policy=_policy(page + docs), checks_names=settings.checks_names),
         ],
         exception_handlers={
             RefusedError: _refused,
@@ -239,7 +239,7 @@ def _documents(name: str) -> list[Route]:
     return [Route("/openapi.json", document), Route("/docs", docs)]
 
 
-class _Guard:
+class _PageGuard:
     """Refuses names that others could point at this machine, and adds the page's policy."""
 
     def __init__(self, app: ASGIApp, policy: str, checks_names: bool):

@@ -70,7 +70,7 @@ Listener = Callable[[int, list[Hypothesis]], None]
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _Request:
     """A request that is being answered: pieces to translate, and those that are done.
 
     `listener` hears the number of each piece and its translations when it is done.
@@ -108,7 +108,7 @@ class Service:
 
     def __init__(self, translator: TextTranslator, name: str = "model", step: int = 0):
         self._translator = translator
-        self._requests: deque[_Waiting] = deque()
+        self._requests: deque[_Request] = deque()
         self._to_compile: deque[Callable[[], Any]] = deque()
         self._missed: set[tuple[int, int]] = set()  # programs that were asked for since the start
         self._changed = threading.Condition()
@@ -162,7 +162,7 @@ class Service:
 
         The translator's thread calls `listener` for each piece as soon as it is done.
         """
-        waiting = _Waiting(target, pieces, time.monotonic(), listener=listener, source=source)
+        waiting = _Request(target, pieces, time.monotonic(), listener=listener, source=source)
         return self._queue(waiting)
 
     @property
@@ -170,7 +170,7 @@ class Service:
         """The model, for what needs no turn: cutting text."""
         return self._translator
 
-    def _queue(self, waiting: _Waiting) -> Future[Any]:
+    def _queue(self, waiting: _Request) -> Future[Any]:
         with self._changed:
             if len(self._requests) >= WAITING and self._seconds_waiting() > SOON:
                 raise RefusedError(503, "too many requests wait here; try again in a moment")
@@ -188,7 +188,7 @@ class Service:
         self._to_compile.extend(self._translator.to_compile())
         threading.Thread(target=self._compile, name="compiler", daemon=True).start()
 
-    def _checked(self, request: Any) -> _Waiting:
+    def _checked(self, request: Any) -> _Request:
         if not isinstance(request, dict):
             raise RefusedError(400, 'the request is no JSON object such as {"text": "..."}')
         text, target = request.get("text"), request.get("target") or self.about.target
@@ -211,7 +211,7 @@ class Service:
                 f"this text is too much for one request: it comes to {len(pieces):,} pieces of "
                 f"what the model can read at once, and {PIECES} are allowed",
             )
-        return _Waiting(target, pieces, time.monotonic(), shows_experts=True, source=source)
+        return _Request(target, pieces, time.monotonic(), shows_experts=True, source=source)
 
     def _work(self) -> None:
         while True:
@@ -246,12 +246,12 @@ class Service:
                 if not self._to_compile and self._ready_at is None:
                     self._ready_at = time.monotonic()
 
-    def _round(self, everyone: list[_Waiting]) -> list[_Waiting]:
+    def _round(self, everyone: list[_Request]) -> list[_Request]:
         """Translate one batch of pieces; returns the requests that are answered by it."""
         source, target = everyone[0].source, everyone[0].target
         alike = [each for each in everyone if (each.source, each.target) == (source, target)]
         turn = _TURN if len(alike) > 1 else self._translator.full_rows
-        chosen: list[tuple[_Waiting, list[str]]] = []
+        chosen: list[tuple[_Request, list[str]]] = []
         room = self._translator.full_rows
         for request in alike:
             pieces = request.left[: min(turn, room)]
@@ -285,14 +285,14 @@ class Service:
             this, before = seconds / pieces, self._seconds_per_piece
             self._seconds_per_piece = this if before == float("inf") else 0.8 * before + 0.2 * this
 
-    def _shown(self, request: _Waiting, piece: str, hypotheses: list[Hypothesis]) -> dict[str, Any]:
+    def _shown(self, request: _Request, piece: str, hypotheses: list[Hypothesis]) -> dict[str, Any]:
         """A piece with the experts of its tokens; nothing for what translates to nothing."""
         if not request.shows_experts or not hypotheses[0].tokens:
             return {}
         shown = routes(self._translator, piece, hypotheses[0], request.target, request.source)
         return {"text": piece.strip(), **asdict(shown)}
 
-    def _finish(self, request: _Waiting, now: float) -> bool:
+    def _finish(self, request: _Request, now: float) -> bool:
         """Answer a request that is done or out of time."""
         if request.answer.cancelled():
             return True
@@ -306,7 +306,7 @@ class Service:
             return True
         return False
 
-    def _answer(self, request: _Waiting) -> Any:
+    def _answer(self, request: _Request) -> Any:
         if not request.shows_experts:
             return [hypotheses for hypotheses, _ in request.found]
         said = [hypotheses for hypotheses, _ in request.found if hypotheses[0].tokens]

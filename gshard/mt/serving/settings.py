@@ -89,7 +89,7 @@ class Settings:
 
     @property
     def scheme(self) -> str:
-        """Of its addresses."""
+        """The scheme of its addresses."""
         return "https" if self.tls_cert else "http"
 
 

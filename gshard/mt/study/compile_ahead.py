@@ -28,8 +28,8 @@ from gshard.mt.evaluation.evaluate import EvaluateConfig, search_of
 from gshard.mt.evaluation.heldout import tasks_of
 from gshard.mt.run import Run
 from gshard.mt.study.plan import Study, read_plan
+from gshard.mt.training.prepare import setup_of
 from gshard.mt.training.programs import Programs
-from gshard.mt.training.teacher import teacher_of
 from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.transformer import Transformer
 
@@ -69,11 +69,7 @@ def compile_ahead(
 
 def compile_run(run: Run, evaluate: EvaluateConfig) -> int:
     """Compile the training step, its first state, its dev loss and the search; how many."""
-    devices, strategy = hosts.chosen(run.config.devices), hosts.strategy(run.config.devices)
-    teacher = teacher_of(run, strategy, shapes=True)
-    programs = Programs(
-        run.config, run.model_config, devices, strategy, run.folder, teacher, keeps_step=True
-    )
+    programs = Programs(setup_of(run, shapes=True, keeps_step=True))
     return programs.compile_all(blank_batch(run)) + _compile_search(run, run.model_config, evaluate)
 
 

@@ -2,7 +2,8 @@
 
 The paper's figure is Delta-BLEU by language, the languages in order of their text and smoothed over
 ten; its table has the cost beside the quality; its efficiency figure says what a training loss
-costs. All of it is computed here from plain values, so that a test can do it again by hand.
+costs. All of it is computed here from plain values, by the arithmetic of the page of a run
+(`gshard.mt.report.measures`), so that a test can do it again by hand.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gshard.mt import atomic
 from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION
 from gshard.mt.report import measures
+from gshard.mt.report.gathered import gather
+from gshard.mt.report.measures import Curve, centred_mean
 from gshard.mt.study.ledger import TRAINED, read_json
 from gshard.mt.study.plan import Study
+from gshard.pages import Axis, Chart, Series, curves
 
 METRICS = ("bleu", "chrf")
 GROUPS = ("all", "high", "mid", "low")
@@ -25,7 +30,7 @@ DIRECTIONS = ("to-english", "from-english")
 
 
 @dataclass(frozen=True)
-class Model:
+class Scored:
     """One scored run: its cost, its scores by language, and its losses on the way."""
 
     name: str
@@ -39,8 +44,8 @@ class Model:
     seconds: float
     device: str
     scores: Mapping[str, Mapping[str, Any]]  # by task, as evaluation.json has them
-    curve: Sequence[tuple[float, float, float]]  # tokens, seconds, training cross-entropy
-    dev: Sequence[tuple[float, float, float]]
+    curve: Curve  # of the training
+    dev: Curve
 
     @property
     def tokens_per_second(self) -> float:
@@ -67,7 +72,7 @@ def _direction(task: Mapping[str, Any]) -> str:
     return DIRECTIONS[0] if task["target"] == "en" else DIRECTIONS[1]
 
 
-def models(plan: Study) -> list[Model]:
+def models(plan: Study) -> list[Scored]:
     """The runs that are scored, in the order of the plan."""
     found = []
     for run in plan.runs:
@@ -75,38 +80,15 @@ def models(plan: Study) -> list[Model]:
         scores, trained = read_json(place / EVALUATION), read_json(place / TRAINED)
         if scores is None or trained is None:
             continue
-        shape = run.config.model
-        train, dev = _curves(place)
-        found.append(
-            Model(
-                run.name,
-                run.label,
-                shape.encoder_layers + shape.decoder_layers,
-                shape.experts,
-                run.config.train.seed,
-                scores["weights"],
-                trained["step"],
-                trained["tokens"],
-                trained["seconds"],
-                trained.get("device", ""),
-                scores["tasks"],
-                train,
-                dev,
-            )
-        )
+        shape, (gathered,) = run.config.model, gather([place])
+        layers = shape.encoder_layers + shape.decoder_layers
+        seed, weights = run.config.train.seed, scores["weights"]
+        step, tokens, seconds = (trained[name] for name in ("step", "tokens", "seconds"))
+        used = (step, tokens, seconds, trained.get("device", ""))
+        train, dev = measures.curve(gathered.train, True), measures.curve(gathered.dev, False)
+        about = (run.name, run.label, layers, shape.experts, seed, weights)
+        found.append(Scored(*about, *used, scores["tasks"], train, dev))
     return found
-
-
-def _curves(place: Path) -> tuple[Any, Any]:
-    from gshard.mt.report.gathered import gather
-
-    (run,) = gather([place])
-    found = []
-    for records, smooth in ((run.train, True), (run.dev, False)):
-        curve = measures.curve(records, smooth=smooth)
-        points = zip(curve.records, curve.smoothed, strict=True)
-        found.append([(record["tokens"], record["seconds"], value) for record, value in points])
-    return found[0], found[1]
 
 
 def baselines(plan: Study) -> dict[str, Mapping[str, Any]]:
@@ -123,7 +105,7 @@ def by_resource(tasks: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def deltas(
-    model: Model, zero: Mapping[str, Mapping[str, Any]], order: Sequence[str], metric: str
+    model: Scored, zero: Mapping[str, Mapping[str, Any]], order: Sequence[str], metric: str
 ) -> list[float | None]:
     """The score of each task over its baseline's; None where one of the two is missing."""
     return [
@@ -135,22 +117,22 @@ def deltas(
 
 
 def mean_delta(
-    model: Model, zero: Mapping[str, Mapping[str, Any]], metric: str, group: str = "all"
+    model: Scored, zero: Mapping[str, Mapping[str, Any]], metric: str, group: str = "all"
 ) -> float | None:
     """The mean over the languages of a group of what a model is above its baselines."""
     names = [name for name, task in model.scores.items() if group in ("all", task["group"])]
     return measures.mean(deltas(model, zero, names, metric))
 
 
-def at_equal_cost(curve: Sequence[tuple[float, float, float]], seconds: float) -> float | None:
+def at_equal_cost(curve: Curve, seconds: float) -> float | None:
     """The loss of a curve after so many seconds, between its points; None past its end."""
-    times = [point[1] for point in curve]
+    times, losses = [record["seconds"] for record in curve.records], curve.smoothed
     if not times or seconds > times[-1] * 1.01:
         return None
     place = min(bisect.bisect_left(times, seconds), len(times) - 1)
     if place == 0 or times[place] <= seconds:
-        return curve[place][2]
-    (_, t0, a), (_, t1, b) = curve[place - 1], curve[place]
+        return losses[place]
+    (t0, t1), (a, b) = times[place - 1 : place + 1], losses[place - 1 : place + 1]
     return a + (b - a) * (seconds - t0) / (t1 - t0)
 
 
@@ -162,19 +144,73 @@ class Reached:
     when: tuple[tuple[float, float] | None, ...]
 
 
-def efficiency(found: Sequence[Model]) -> list[Reached]:
+def efficiency(found: Sequence[Scored]) -> list[Reached]:
     """What each of some round training losses cost each model."""
-    curves = [
-        measures.Curve(
-            tuple({"tokens": t, "seconds": s} for t, s, _ in model.curve),
-            tuple(nll for _, _, nll in model.curve),
-            1,
-        )
-        for model in found
-    ]
     rows = []
-    for loss in measures.thresholds(curves):
-        records = [curve.reached(loss) for curve in curves]
+    for loss in measures.thresholds([model.curve for model in found]):
+        records = [model.curve.reached(loss) for model in found]
         when = tuple((r["tokens"], r["seconds"]) if r else None for r in records)
         rows.append(Reached(loss, when))
     return rows
+
+
+TITLES = {"bleu": "BLEU", "chrf": "chrF++"}
+_CLOCKS = (("tokens", "tokens", 1e6, "million target tokens"), ("time", "seconds", 60.0, "minutes"))
+_HEIGHT = 330
+
+
+def draw(found: Sequence[Scored], zero: Mapping[str, Mapping[str, Any]], out: Path) -> list[Path]:
+    """All figures that there are numbers for."""
+    charts = {f"{metric}_by_language": _by_language(found, zero, metric) for metric in TITLES}
+    for name, clock, scale, unit in _CLOCKS:
+        charts[f"loss_by_{name}"] = _losses(found, clock, scale, unit)
+    for name, chart in charts.items():
+        with atomic.new_file(out / f"{name}.svg") as part:
+            chart.save(part)
+    return [out / f"{name}.svg" for name in charts]
+
+
+def _series(
+    model: Scored, found: Sequence[Scored], points: Sequence[tuple[float, float]]
+) -> Series:
+    """A colour for each number of experts, dashes for the shallower models."""
+    kinds = sorted({each.experts for each in found})
+    is_shallow = model.layers < max(each.layers for each in found)
+    colour = f"var(--s{kinds.index(model.experts) % 12})"
+    return Series(points, model.label, colour, dashed=is_shallow)
+
+
+def _by_language(
+    found: Sequence[Scored], zero: Mapping[str, Mapping[str, Any]], metric: str
+) -> Chart:
+    """The paper's figure: over the baselines if there are any, else the scores themselves."""
+    tasks = {**zero, **{name: task for model in found for name, task in model.scores.items()}}
+    order = by_resource(tasks)
+    series = []
+    for model in found:
+        values = (
+            deltas(model, zero, order, metric)
+            if zero
+            else [model.scores[n][metric] if n in model.scores else None for n in order]
+        )
+        smooth = enumerate(centred_mean(values))  # over ten languages, as in the paper
+        points = [(float(place), value) for place, value in smooth if value is not None]
+        series.append(_series(model, found, points))
+    title = f"{TITLES[metric]}{' over bilingual baselines' if zero else ''}"
+    labels = [name.partition("-")[0] for name in order]
+    x = Axis("languages, those with the most training text first", labels=labels)
+    y = Axis(f"{title}, mean of 10 languages", zero=bool(zero))
+    return curves(f"{title} by language", series, x, y, _HEIGHT)
+
+
+def _losses(found: Sequence[Scored], clock: str, scale: float, unit: str) -> Chart:
+    """Training cross-entropy against tokens or against time."""
+    series: list[Series] = []
+    ends: list[float] = []
+    for model in found:
+        losses = model.curve.smoothed
+        times = (record[clock] / scale for record in model.curve.records)
+        series.append(_series(model, found, list(zip(times, losses, strict=True))))
+        ends += losses[len(losses) // 10 :]
+    y = Axis("cross-entropy", *((min(ends) - 0.05, max(ends)) if ends else ()))
+    return curves("Training cross-entropy", series, Axis(unit, low=0.0), y, _HEIGHT)

@@ -202,7 +202,7 @@ def _check_order(plan: Study, run: PlannedRun) -> None:
     if not run.goes_on_from:
         return
     before = plan.run(run.goes_on_from)
-    # Of a run that a clock ends, the checkpoint will tell its steps; it is checked as well.
+    # The steps of a run that a clock ends are in its checkpoint, which is checked as well.
     if different := conflicts(before.config, run.config, before.steps):
         lines = "; ".join(different)
         raise UserError(f"{plan.path}: {run.name!r} cannot continue {run.goes_on_from!r}: {lines}")

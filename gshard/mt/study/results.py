@@ -20,13 +20,18 @@ from gshard.mt.report import write_report
 from gshard.mt.report.measures import mean
 from gshard.mt.run import METRICS as RECORDS
 from gshard.mt.run import Run
-from gshard.mt.study import figures, plots, tables
-from gshard.mt.study.bootstrap import METRICS, Pair, paired_bootstrap
-from gshard.mt.study.expert_use import layers_of
-from gshard.mt.study.figures import GROUPS, Model
+from gshard.mt.study import figures, tables
+from gshard.mt.study.analysis import (
+    METRICS,
+    PairedTexts,
+    layers_of,
+    paired_bootstrap,
+    training_targets,
+    verbatim,
+)
+from gshard.mt.study.figures import GROUPS, Scored
 from gshard.mt.study.ledger import TRANSLATED, entry, read_json
 from gshard.mt.study.plan import Study
-from gshard.mt.study.verbatim import training_targets, verbatim
 
 RESULTS, TABLES = "study.json", "tables.md"
 _RESAMPLES = 1000
@@ -56,7 +61,7 @@ def write_results(plan: Study, out: Path) -> list[Path]:
     atomic.write_json(out / RESULTS, results)
     with atomic.new_file(out / TABLES) as part:
         part.write_text(tables.all_tables(results), encoding="utf-8")
-    written = [out / RESULTS, out / TABLES, *plots.draw(found, zero, out)]
+    written = [out / RESULTS, out / TABLES, *figures.draw(found, zero, out)]
     begun = [plan.place(run.name) for run in plan.runs]
     begun = [place for place in begun if (place / RECORDS).is_file()]
     page, _ = write_report(begun, out / "report.html")
@@ -64,7 +69,7 @@ def write_results(plan: Study, out: Path) -> list[Path]:
 
 
 def _summary(
-    model: Model, zero: Mapping[str, Mapping[str, Any]], equal_seconds: float
+    model: Scored, zero: Mapping[str, Mapping[str, Any]], equal_seconds: float
 ) -> dict[str, Any]:
     """A row of the paper's table."""
     summary: dict[str, Any] = {
@@ -72,7 +77,10 @@ def _summary(
         for name in ("name", "label", "layers", "experts", "seed", "weights", "step", "tokens")
     }
     summary |= {"seconds": model.seconds, "tokens_per_second": model.tokens_per_second}
-    summary |= {"device": model.device, "dev_nll": model.dev[-1][2] if model.dev else None}
+    summary |= {
+        "device": model.device,
+        "dev_nll": model.dev.smoothed[-1] if model.dev.smoothed else None,
+    }
     summary["nll_at_equal_cost"] = figures.at_equal_cost(model.curve, equal_seconds)
     has_spbleu = all("spbleu" in task for task in model.scores.values())
     summary["spbleu"] = model.mean("spbleu") if has_spbleu else None
@@ -113,7 +121,7 @@ def _baselines(zero: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _languages(
-    found: Sequence[Model], zero: Mapping[str, Mapping[str, Any]]
+    found: Sequence[Scored], zero: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Every score by language, the one with the most text first."""
     tasks = {**zero, **{name: task for model in found for name, task in model.scores.items()}}
@@ -135,7 +143,7 @@ def _languages(
     return rows
 
 
-def _experts(plan: Study, found: Sequence[Model]) -> dict[str, list[dict[str, Any]]]:
+def _experts(plan: Study, found: Sequence[Scored]) -> dict[str, list[dict[str, Any]]]:
     """How each mixture's layers use their experts."""
     uses = {}
     for model in found:
@@ -145,7 +153,7 @@ def _experts(plan: Study, found: Sequence[Model]) -> dict[str, list[dict[str, An
     return uses
 
 
-def _verbatim(plan: Study, found: Sequence[Model], before: Mapping[str, Any]) -> dict[str, Any]:
+def _verbatim(plan: Study, found: Sequence[Scored], before: Mapping[str, Any]) -> dict[str, Any]:
     """How much of each model's output is its training text; known ones are not counted again."""
     digests = {
         model.name: str((read_json(plan.place(model.name) / TRANSLATED) or {}).get("digest"))
@@ -166,7 +174,7 @@ def _verbatim(plan: Study, found: Sequence[Model], before: Mapping[str, Any]) ->
     return {model.name: {**known[model.name], "label": model.label} for model in found}
 
 
-def _examples(plan: Study, found: Sequence[Model]) -> list[dict[str, Any]]:
+def _examples(plan: Study, found: Sequence[Scored]) -> list[dict[str, Any]]:
     """To read: the first sentence by its hash of the largest, the middle and the least language."""
     order = figures.by_resource(found[0].scores)
     shown: list[dict[str, Any]] = []
@@ -183,7 +191,7 @@ def _examples(plan: Study, found: Sequence[Model]) -> list[dict[str, Any]]:
 
 
 def comparisons(
-    plan: Study, found: Sequence[Model], before: Mapping[str, Any]
+    plan: Study, found: Sequence[Scored], before: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The bootstraps that the plan asks for; those made before of the same weights are kept."""
     names = {model.name for model in found}
@@ -213,7 +221,7 @@ def _compared(plan: Study, first: str, second: str, key: str) -> dict[str, Any]:
     return compared
 
 
-def paired_translations(plan: Study, first: str, second: str) -> dict[str, Pair]:
+def paired_translations(plan: Study, first: str, second: str) -> dict[str, PairedTexts]:
     """What two runs made of the same sentences, by task."""
     config = plan.evaluate
     run = Run.open(plan.place(first))
@@ -229,7 +237,7 @@ def paired_translations(plan: Study, first: str, second: str) -> dict[str, Pair]
             if None in found:
                 raise UserError(f"{store.folder} lacks translations of {held.task}")
             texts.append(tuple(each.text for each in found if each is not None))
-        pairs[str(held.task)] = Pair(texts[0], texts[1], held.references, held.task.target)
+        pairs[str(held.task)] = PairedTexts(texts[0], texts[1], held.references, held.task.target)
     return pairs
 
 

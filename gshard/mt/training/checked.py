@@ -10,7 +10,7 @@ from gshard.mt.errors import UserError
 from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run
 from gshard.mt.training.checkpoint import FOLDER, Checkpoints
-from gshard.mt.training.loop import prepare, programs_and_batches
+from gshard.mt.training.prepare import prepare, programs_and_batches
 from gshard.mt.training.programs import Programs, RunState, joined, parts
 
 

@@ -24,7 +24,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from gshard.mt import atomic, hosts
 from gshard.mt.errors import UserError
 from gshard.mt.run import id_of
-from gshard.mt.training import checksums, rendezvous
+from gshard.mt.training import checksums, failed_saves
 from gshard.mt.training.names import named, unnamed
 
 FOLDER = "checkpoints"
@@ -73,7 +73,7 @@ class Checkpoints:
                 # Called when all files are there, before they get the checkpoint's name.
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=self._add_checksums,
-                    barrier_sync_fn=rendezvous.wait,
+                    barrier_sync_fn=failed_saves.wait,
                 ),
             )
             return ocp.CheckpointManager(

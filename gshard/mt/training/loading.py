@@ -17,7 +17,7 @@ from gshard.mt.run import Run
 from gshard.mt.training import released
 from gshard.mt.training.identity import other_model
 from gshard.mt.training.names import named, unnamed
-from gshard.mt.training.weights import WEIGHTS, Weights, summed_axes
+from gshard.mt.training.weights import WEIGHTS, WeightsFile, summed_axes
 from gshard.nn.config import TransformerConfig
 from gshard.nn.int8 import Int8
 from gshard.nn.strategy import ONE_DEVICE, Strategy
@@ -91,7 +91,7 @@ def _released(run: Run, which: str, like: Any) -> tuple[Transformer, int]:
     like = like or model_like(run.model_config)
     wanted = named(like)
     step = _opened(run, which)
-    weights = Weights(run.folder / WEIGHTS)
+    weights = WeightsFile(run.folder / WEIGHTS)
 
     def part(name: str, where: Any) -> np.ndarray:
         return weights.part(name, where).astype(wanted[name].dtype)

@@ -10,27 +10,31 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gshard.mt import hosts
-from gshard.mt.batching.batches import Batches, Host
+from gshard.mt.batching.batches import Batches, BatchIterator
 from gshard.mt.batching.packing import Arrays
-from gshard.mt.batching.tokens import TaskTokens
 from gshard.mt.errors import UserError
 from gshard.mt.launch.status import Reporter
 from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run
 from gshard.mt.training import guard
 from gshard.mt.training.checkpoint import Checkpoints, SaveError
-from gshard.mt.training.identity import differences, identity
 from gshard.mt.training.journal import Journal
+from gshard.mt.training.prepare import (
+    dev_batches,
+    prepare,
+    programs_and_batches,
+    refuse_changes,
+    teacher_config,
+)
 from gshard.mt.training.programs import Figures, Programs, RunState, joined, parts
 from gshard.mt.training.released import is_release
 from gshard.mt.training.stopping import Stop
-from gshard.mt.training.teacher import teacher_config, teacher_identity, teacher_of
 from gshard.nn.flops import step_flops
 
 
@@ -46,6 +50,51 @@ class Outcome:
     tokens: float = 0.0  # target tokens
 
 
+@dataclass(frozen=True)
+class Hooks:
+    """What a training tells of itself, and what it asks.
+
+    `reporter` reports what this process does. `intruder` is called before each save; if it returns
+    a message about another process that trains in the same folder, training ends.
+    """
+
+    progress: TrainingProgress
+    reporter: Reporter = field(default_factory=Reporter)
+    intruder: Callable[[], str] = lambda: ""
+
+
+@dataclass
+class Spent:
+    """What a training has used, which checkpoints note, and what is known of its newest steps."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    waited: float = 0.0  # seconds in which there was no batch
+    pace: float = 0.0  # seconds of a step, late ones counting most
+    in_a_row: int = 0  # updates left out lately
+    loss: float = 0.0
+    unsaved: bool = False  # a save failed and is to be tried again
+
+    def noted(self) -> dict[str, float]:
+        """For the note of a checkpoint."""
+        return {name: getattr(self, name) for name in ("tokens", "seconds", "waited")}
+
+    def add(self, figures: Figures, took: float) -> None:
+        """Count a step that is done."""
+        self.in_a_row, self.loss = int(figures.in_a_row), float(figures.metrics.loss)
+        self.tokens += float(figures.metrics.tokens)
+        self.seconds += took
+        self.pace = 0.9 * self.pace + 0.1 * took if self.pace else took
+
+
+class _Pending(NamedTuple):
+    """A step whose figures are not looked at yet."""
+
+    step: int
+    figures: Figures
+    arrays: Arrays
+
+
 def train(
     run: Run,
     progress: TrainingProgress,
@@ -57,176 +106,109 @@ def train(
 ) -> Outcome:
     """Train until the configured step; a run with checkpoints resumes from the newest.
 
-    With `back_to` it resumes from the checkpoint of that step, and later ones are removed.
-    `reporter` reports what this process does. `intruder` is called before each save; if it returns
-    a message about another process that trains in the same folder, training ends. With `keeps_step`
-    a compiled step is found by the run's settings, without tracing it.
+    With `back_to` it resumes from the checkpoint of that step, and later ones are removed. With
+    `keeps_step` a compiled step is found by the run's settings, without tracing it. The others are
+    as in `Hooks`.
     """
-    reporter = reporter or Reporter()
-    reporter.tell("preparing")
+    hooks = Hooks(progress, reporter or Reporter(), intruder)
+    hooks.reporter.tell("preparing")
     if is_release(run):
         raise UserError(
             f"{run.folder} is a release, from which training cannot resume; another --out "
             "starts a new run"
         )
-    prepare(run, progress)
+    identity = prepare(run, progress)
     checkpoints = Checkpoints(run.folder, run.config.train.keep)
     if back_to is not None and back_to not in checkpoints.steps:
         there = ", ".join(map(str, checkpoints.steps)) or "none"
         raise UserError(f"{run.folder} has no checkpoint of step {back_to}; there are {there}")
     newest = checkpoints.newest_whole() if back_to is None else 0
     if newest >= run.config.train.steps:
-        for line in checkpoints.damaged:
+        for line in (*checkpoints.damaged, f"step {newest:,} is reached already"):
             progress.note(line)
-        progress.note(f"step {newest:,} is reached already")
         note = checkpoints.newest_note() or {}
         spent = (float(note.get(name, 0.0)) for name in ("seconds", "tokens"))
         return Outcome(newest, 0, checkpoints.best(), 0.0, *spent)
-    _refuse_changes(run, checkpoints)
+    refuse_changes(run, identity, checkpoints.newest_note())
     programs, batches = programs_and_batches(run, keeps_step=keeps_step)
-    dev = _dev_batches(run, programs.host)
     try:
-        loop = _Loop(run, programs, batches, dev, checkpoints, progress, reporter)
-        loop.intruder = intruder
-        return loop.train(back_to)
+        return _Stretch(run, programs, batches, checkpoints, identity, hooks).train(back_to)
     finally:
         checkpoints.close()
 
 
-def prepare(run: Run, progress: TrainingProgress) -> None:
-    """Vocabularies and encoded text, made by one process while the others wait.
-
-    Then all compare: hosts need not share a file system, nor have equal files under one name.
-    """
-    if hosts.is_first():
-        if not (run.folder / "vocabulary").is_dir():
-            made = progress.stage("vocabulary", 1)
-            run.make_vocabulary()
-            made(f"{run.tokenizer.source_size:,} and {run.tokenizer.target_size:,} pieces")
-        encoded = progress.stage("encode", len(run.tokenizer.tasks))
-        run.tokens(step=encoded, verify=True)
-        _dev_tokens(run, verify=True)
-    hosts.wait_for_all("vocabulary and tokens")
-    mine = _identity(run)
-    texts = {f"the text of {language}": sums for language, sums in mine["text"].items()}
-    others = {"the vocabulary": mine["vocabulary"], "the teacher": mine["teacher"]}
-    hosts.agree({**mine["settings"], **others, **texts})
-
-
-def _identity(run: Run) -> dict[str, Any]:
-    return identity(run, teacher_identity(run.config.distill))
-
-
-def programs_and_batches(run: Run, *, keeps_step: bool = False) -> tuple[Programs, Batches]:
-    """The compiled functions of a run on its devices, and this host's part of its text."""
-    devices = hosts.chosen(run.config.devices)
-    strategy = hosts.strategy(run.config.devices)
-    teacher = teacher_of(run, strategy)
-    programs = Programs(
-        run.config, run.model_config, devices, strategy, run.folder, teacher, keeps_step=keeps_step
-    )
-    batches = Batches(run.tokens(), run.config.batch, programs.host, run.config.data.workers)
-    return programs, batches
-
-
-def _refuse_changes(run: Run, checkpoints: Checkpoints) -> None:
-    """An error if something that the losses depend on is not as it was at the last checkpoint."""
-    note = checkpoints.newest_note()
-    if note and (changed := differences(note["identity"], _identity(run), note["step"])):
-        lines = "\n  ".join(changed)
-        raise UserError(
-            f"{run.folder} is not as it was at step {note['step']}:\n  {lines}\n"
-            "its losses would differ; restore what changed, or start a new run"
-        )
-
-
-def _dev_tokens(run: Run, verify: bool = False) -> list[TaskTokens]:
-    try:
-        return run.tokens("dev", verify=verify)
-    except UserError:  # no dev text: the training loss has to do
-        return []
-
-
-def _dev_batches(run: Run, host: Host) -> list[Arrays]:
-    """The same few batches each time."""
-    tokens = _dev_tokens(run)
-    if not tokens:
-        return []
-    config = replace(run.config.batch, seed=0, languages=False)
-    batches = Batches(tokens, config, host)
-    return [batches[i] for i in range(run.config.train.dev_batches)]
-
-
-class _Loop:
+@dataclass
+class _Stretch:
     """One stretch of training, from the newest checkpoint to the end or a stop."""
 
-    def __init__(
-        self,
-        run: Run,
-        programs: Programs,
-        batches: Batches,
-        dev: list[Arrays],
-        checkpoints: Checkpoints,
-        progress: TrainingProgress,
-        reporter: Reporter,
-    ):
-        self.run, self.programs, self.batches, self.dev = run, programs, batches, dev
-        self.checkpoints, self.progress, self.reporter = checkpoints, progress, reporter
-        self.config = run.config.train
-        self.matmul = hosts.matmul_flops(len(programs.devices), run.config.model.dtype)
-        self.tokens = self.seconds = self.waited = self.pace = 0.0
-        self.identity = _identity(run)
-        self.in_a_row, self.last_loss = 0, 0.0  # updates left out lately; the newest loss
-        self.unsaved = False  # a save failed and is to be tried again
-        self.intruder: Callable[[], str] = lambda: ""
+    run: Run
+    programs: Programs
+    batches: Batches
+    checkpoints: Checkpoints
+    identity: dict[str, Any]
+    hooks: Hooks
+    spent: Spent = field(default_factory=Spent)
+    journal: Journal | None = None  # of the first process
+
+    def __post_init__(self) -> None:
+        self.dev = dev_batches(self.run, self.programs.host)
+        dtype = self.run.config.model.dtype
+        self.matmul = hosts.matmul_flops(len(self.programs.devices), dtype)
 
     def train(self, back_to: int | None = None) -> Outcome:
         """Train; the state is saved however this ends, unless the process is killed."""
         state, step, data = self._begin(back_to)
-        note = self.progress.note
-        self.journal = Journal(self.run, step, note) if hosts.is_first() else None
+        if hosts.is_first():
+            self.journal = Journal(self.run, step, self.hooks.progress.note)
         iterator = self.batches.iterate(step)
         if data:
             iterator.set_state({**data, "step": step})
-        saved, pending = step, None
         try:
-            with Stop(self.config.minutes) as stop:
-                mark = time.perf_counter()
-                while step < self.config.steps:
-                    begin = time.perf_counter()
-                    self.reporter.tell("reading a batch", step)
-                    arrays = next(iterator)
-                    self.reporter.tell("training", step)
-                    self.waited += time.perf_counter() - begin
-                    state, figures = self.programs.step(state, arrays)
-                    step += 1
-                    if pending:
-                        mark = self._look(*pending, mark, iterator.padding)
-                    pending = (step, figures, arrays)
-                    again = self._failed_save() and step % self.config.log_every == 0
-                    wishes = stop(step, again)
-                    if wishes.stop:
-                        break
-                    if step % self.config.save_every == 0 or wishes.save:
-                        mark = self._look(*pending, mark, iterator.padding)
-                        pending = None
-                        if self._save(step, state, iterator.get_state()):
-                            saved = step
-                        mark = time.perf_counter()
-                if pending:
-                    self._look(*pending, mark, iterator.padding)
-                self._finish(step, saved, state, iterator.get_state())
+            with Stop(self.run.config.train.minutes) as stop:
+                step = self._steps(state, step, iterator, stop)
         finally:
             iterator.close()
             if self.journal:
                 self.journal.close()
-        waited = self.waited / self.seconds if self.seconds else 0.0
+        spent = self.spent
+        waited = spent.waited / spent.seconds if spent.seconds else 0.0
         best = self.checkpoints.best()
-        return Outcome(step, stop.signal, best, waited, self.seconds, self.tokens)
+        return Outcome(step, stop.signal, best, waited, spent.seconds, spent.tokens)
+
+    def _steps(self, state: RunState, step: int, iterator: BatchIterator, stop: Stop) -> int:
+        """All steps, up to the end or to a stop; the last one, which is saved."""
+        config, saved = self.run.config.train, step
+        pending: _Pending | None = None
+        mark = time.perf_counter()
+        while step < config.steps:
+            begin = time.perf_counter()
+            self.hooks.reporter.tell("reading a batch", step)
+            arrays = next(iterator)
+            self.hooks.reporter.tell("training", step)
+            self.spent.waited += time.perf_counter() - begin
+            state, figures = self.programs.step(state, arrays)
+            step += 1
+            if pending:
+                mark = self._look(pending, mark, iterator.padding)
+            pending = _Pending(step, figures, arrays)
+            again = self._failed_save() and step % config.log_every == 0
+            wishes = stop(step, again)
+            if wishes.stop:
+                break
+            if step % config.save_every == 0 or wishes.save:
+                self._look(pending, mark, iterator.padding)
+                pending = None
+                if self._save(step, state, iterator.get_state()):
+                    saved = step
+                mark = time.perf_counter()
+        if pending:
+            self._look(pending, mark, iterator.padding)
+        self._finish(step, saved, state, iterator.get_state())
+        return step
 
     def _finish(self, step: int, saved: int, state: RunState, data: dict[str, int]) -> None:
         """Save the last state, which must be worth it, and wait until it is on disk."""
-        if not math.isfinite(self.last_loss):
+        if not math.isfinite(self.spent.loss):
             raise UserError(
                 f"training ended at step {step:,} with a loss that is not finite, and was not "
                 f"saved; `gshard train {self.run.folder} --checkpoint {saved}` goes back to the "
@@ -234,7 +216,7 @@ class _Loop:
             )
         if saved != step or self._failed_save():
             self._save(step, state, data, last=True)
-        self.reporter.tell("writing", step)
+        self.hooks.reporter.tell("writing", step)
         self.checkpoints.wait()
 
     def _failed_save(self) -> bool:
@@ -243,74 +225,61 @@ class _Loop:
             self.checkpoints.check()
         except SaveError as error:
             self._tell_unsaved(error)
-        return self.unsaved
+        return self.spent.unsaved
 
     def _tell_unsaved(self, error: SaveError) -> None:
-        if not self.unsaved:
-            self.progress.note(f"{error}; training continues, and saving is retried")
-        self.unsaved = True
+        if not self.spent.unsaved:
+            self.hooks.progress.note(f"{error}; training continues, and saving is retried")
+        self.spent.unsaved = True
 
     def _begin(self, back_to: int | None) -> tuple[RunState, int, dict[str, int]]:
         """The newest complete checkpoint, or the one to go back to, or fresh weights."""
-        self.reporter.tell("compiling")
-        compiled = self.progress.stage("compile", 1)
+        progress, reporter = self.hooks.progress, self.hooks.reporter
+        reporter.tell("compiling")
+        compiled = progress.stage("compile", 1)
         like = self.programs.compile(self.batches[0])
         compiled(f"{len(self.programs.devices)} devices")
-        self.reporter.tell("restoring")
+        reporter.tell("restoring")
         model, rest = parts(like)
         if back_to is not None:
             model, rest, note = self.checkpoints.restore(back_to, model, rest)
+            self.checkpoints.forget_after(back_to)
             damaged: list[str] = []
         elif found := self.checkpoints.restore_newest(model, rest):
             model, rest, note, damaged = found
         else:
             return self.programs.first_state(), 0, {}
-        if back_to is not None:
-            self.checkpoints.forget_after(back_to)
         for line in damaged:
-            self.progress.note(f"{line}; resuming at step {note['step']}")
-        self.tokens, self.seconds, self.waited = (
-            note[name] for name in ("tokens", "seconds", "waited")
-        )
-        self.progress.note(f"resuming at step {note['step']:,}")
+            progress.note(f"{line}; resuming at step {note['step']}")
+        self.spent = Spent(**{name: note[name] for name in self.spent.noted()})
+        progress.note(f"resuming at step {note['step']:,}")
         return joined(model, rest), int(note["step"]), note["data"]
 
-    def _look(
-        self,
-        step: int,
-        figures: Figures,
-        arrays: Arrays,
-        mark: float,
-        padding: float,
-    ) -> float:
+    def _look(self, pending: _Pending, mark: float, padding: float) -> float:
         """Wait for a step's figures, log and show them; returns when that was."""
-        tokens, in_a_row = float(figures.metrics.tokens), int(figures.in_a_row)
-        self.reporter.tell("training", step)
-        self.in_a_row, self.last_loss = in_a_row, float(figures.metrics.loss)
+        (step, figures, _), config = pending, self.run.config.train
+        in_a_row = int(figures.in_a_row)  # waits
+        self.hooks.reporter.tell("training", step)
         now = time.perf_counter()
-        took, self.seconds = now - mark, self.seconds + now - mark
-        self.tokens += tokens
-        self.pace = 0.9 * self.pace + 0.1 * took if self.pace else took  # late steps count most
-        if step % self.config.log_every == 0 or step == self.config.steps or in_a_row:
-            source = int(np.count_nonzero(arrays["source_segments"])) * self.programs.host.count
-            flops = step_flops(self.run.model_config, source, tokens)
-            if taught_by := teacher_config(self.run):
-                flops += step_flops(taught_by, source, tokens) / 3  # without a backward pass
-            self._log(step, figures, tokens, flops, padding)
-        if in_a_row >= self.config.patience:
+        self.spent.add(figures, now - mark)
+        if step % config.log_every == 0 or step == config.steps or in_a_row:
+            self._log(pending, padding)
+        if in_a_row >= config.patience:
             rate = self.run.config.optimizer.learning_rate
-            raise UserError(guard.advice(in_a_row, float(figures.metrics.loss), rate))
+            raise UserError(guard.advice(in_a_row, self.spent.loss, rate))
         return now
 
-    def _log(
-        self,
-        step: int,
-        figures: Figures,
-        tokens: float,
-        flops: float,
-        padding: float,
-    ) -> None:
-        metrics = figures.metrics
+    def _flops(self, arrays: Arrays, tokens: float) -> float:
+        """What a step computes, the teacher's forward pass included."""
+        source = int(np.count_nonzero(arrays["source_segments"])) * self.programs.host.count
+        flops = step_flops(self.run.model_config, source, tokens)
+        if taught_by := teacher_config(self.run):
+            flops += step_flops(taught_by, source, tokens) / 3  # without a backward pass
+        return flops
+
+    def _log(self, pending: _Pending, padding: float) -> None:
+        (step, figures, arrays), spent = pending, self.spent
+        metrics, tokens = figures.metrics, float(figures.metrics.tokens)
         routers = [side for side in (metrics.encoder, metrics.decoder) if side is not None]
         overflow = [np.asarray(side.overflow_first) for side in routers]
         fullest = [np.asarray(side.load).max(axis=-1) for side in routers]
@@ -321,72 +290,64 @@ class _Loop:
             "aux_loss": float(metrics.aux_loss) if routers else None,
             "z_loss": float(metrics.z_loss) if routers else None,
             "grad_norm": float(metrics.grad_norm),
-            "tokens": int(self.tokens),
+            "tokens": int(spent.tokens),
             "devices": len(self.programs.devices),
-            "tokens_per_second": tokens / self.pace,
-            "share_of_matmul": flops / self.pace / self.matmul,
+            "tokens_per_second": tokens / spent.pace,
+            "share_of_matmul": self._flops(arrays, tokens) / spent.pace / self.matmul,
             "overflow": float(np.concatenate(overflow).mean()) if routers else None,
             "balance": float((1 / (experts * np.concatenate(fullest))).mean()) if routers else None,
             "skipped": int(figures.skipped),
             "padding": padding,
-            "data_wait": self.waited / max(self.seconds, 1e-9),
-            "seconds": self.seconds,
+            "data_wait": spent.waited / max(spent.seconds, 1e-9),
+            "seconds": spent.seconds,
         }
+        left = (self.run.config.train.steps - step) * spent.pace
+        self._tell_figures("train", step, left, **record)
+
+    def _tell_figures(self, kind: str, step: int, left: float, **record: Any) -> None:
         if self.journal:
-            shown = self.journal.write("train", step, **record)
-            left = (self.config.steps - step) * self.pace
-            self.progress.update(shown, self.config.steps, left)
+            shown = self.journal.write(kind, step, **record)
+            self.hooks.progress.update(shown, self.run.config.train.steps, left)
 
     def _save(self, step: int, state: RunState, data: dict[str, int], last: bool = False) -> bool:
         """The loss on dev text, and a checkpoint with it; False if it could not be written.
 
         While updates are left out nothing is saved: older checkpoints would be removed for it.
         """
-        if self.in_a_row and not last:
-            self.progress.note(f"step {step:,} is not saved: its update was left out")
+        if self.spent.in_a_row and not last:
+            self.hooks.progress.note(f"step {step:,} is not saved: its update was left out")
             return False
-        if why := hosts.told_by_any(self.intruder()):
+        if why := hosts.told_by_any(self.hooks.intruder()):
             raise UserError(why)
         self._wait_for_the_last(step)
-        self.reporter.tell("saving", step)
+        self.hooks.reporter.tell("saving", step)
         if not self.programs.finite(state):
             raise UserError(
                 f"weights are not finite at step {step:,}, and were not saved; `gshard train "
                 f"{self.run.folder} --checkpoint STEP` goes back to a checkpoint before it"
             )
-        nll = self._dev_nll(state)
-        if self.journal:
-            record = self.journal.write(
-                "dev", step, nll=nll, tokens=int(self.tokens), seconds=self.seconds
-            )
-            self.progress.update(record, self.config.steps, 0.0)
-        model, rest = parts(state)
-        note = {
-            "step": step,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "waited": self.waited,
-            "data": data,
-            "identity": self.identity,
-        }
+        nll, spent = self._dev_nll(state), self.spent
+        used = {"tokens": int(spent.tokens), "seconds": spent.seconds}
+        self._tell_figures("dev", step, 0.0, nll=nll, **used)
+        note = {"step": step, **spent.noted(), "data": data, "identity": self.identity}
         try:
-            self.checkpoints.save(step, model, rest, note, nll)
+            self.checkpoints.save(step, *parts(state), note, nll)
         except SaveError as error:
             if last:
                 raise
             self._tell_unsaved(error)
             return False
-        self.unsaved = False
+        spent.unsaved = False
         return True
 
     def _wait_for_the_last(self, step: int) -> None:
         """Until the save before is on disk; if it has failed, the next one is what counts."""
         if not self.checkpoints.saving:
             return
-        self.reporter.tell("writing", step)
+        self.hooks.reporter.tell("writing", step)
         try:
             self.checkpoints.wait()
-            self.reporter.took("writing", self.checkpoints.took)
+            self.hooks.reporter.took("writing", self.checkpoints.took)
         except SaveError as error:
             self._tell_unsaved(error)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -81,39 +82,53 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     return adafactor(rate, fused=config.fused) if config.name == "adafactor" else adam(rate)
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What programs are made from.
+
+    `folder` is the run's, where a layout that gshard chose is kept. `teacher` is the model to learn
+    from, or its shapes where nothing but compiling is done. With `keeps_step` a compiled step is
+    found by its settings (`gshard.mt.training.kept_step`).
+    """
+
+    config: RunConfig
+    model: TransformerConfig
+    devices: Sequence[jax.Device]
+    strategy: Strategy
+    folder: Path | None = None
+    teacher: Transformer | None = None
+    keeps_step: bool = False
+
+    @property
+    def layout_folder(self) -> Path | None:
+        """Where the layout is that gshard chooses, if it does."""
+        return self.folder if self.config.devices.layout == "auto" else None
+
+    def settings(self) -> dict[str, object] | None:
+        """The settings that programs follow from; None where a step is not kept under them."""
+        if not self.keeps_step or self.layout_folder:  # a layout is not among them
+            return None
+        used = {n: x for n, x, _ in settings(self.config) if n.partition(".")[0] not in _OTHERS}
+        return {**used, "model": self.model, "strategy": self.strategy}
+
+
 class Programs:
     """What a run computes, on the devices it has."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        model: TransformerConfig,
-        devices: Sequence[jax.Device],
-        strategy: Strategy,
-        folder: Path | None = None,
-        teacher: Transformer | None = None,
-        *,
-        keeps_step: bool = False,
-    ):
-        """`folder` is the run's, where a layout that gshard chose is kept.
-
-        `teacher` is the model to learn from, or its shapes where nothing but compiling is done.
-        With `keeps_step` a compiled step is found by its settings (`gshard.mt.training.kept_step`).
-        """
-        self.devices = list(devices)
-        self._folder = folder if config.devices.layout == "auto" else None
+    def __init__(self, setup: Setup):
+        config, strategy = setup.config, setup.strategy
+        self.devices = list(setup.devices)
+        self._folder, self._settings = setup.layout_folder, setup.settings()
         # With several hosts each brings its own rows, or all of them where they do not divide.
         split = config.batch.rows % len(self.devices) == 0
         self.host = Host(jax.process_index(), jax.process_count()) if split else Host()
         optimizer = make_optimizer(config.optimizer)
-        keeps_step = keeps_step and self._folder is None  # a layout is not among the settings
-        self._settings = _of_programs(config, model, strategy) if keeps_step else None
         # One key serves the whole run: steps and layers fold their numbers into it.
         self._key = jax.random.key(config.train.seed)
 
         def first(key: Array, strategy: Strategy = strategy) -> RunState:
-            weights_key = jax.random.fold_in(key, 0)
-            return RunState(init_state(model, optimizer, weights_key, strategy), guard.Guard.new())
+            fresh = init_state(setup.model, optimizer, jax.random.fold_in(key, 0), strategy)
+            return RunState(fresh, guard.Guard.new())
 
         def step(
             state: RunState, batch: Batch, key: Array, teacher: Transformer | None, **how: Any
@@ -141,7 +156,7 @@ class Programs:
         self._jit, self._plain_first, self._plain_step = jit, first, step
         self._first, self._dev, self._step = jit(first), jit(dev), jit(step, donate_argnums=0)
         self._compiled: dict[Any, Any] = {}  # steps, by the shapes of a batch
-        self._teacher, self._placed_key = teacher, None
+        self._teacher, self._placed_key = setup.teacher, None
         self._finite = gshard.jit(all_finite, devices=self.devices)
         self._shapes = jax.eval_shape(functools.partial(first, strategy=ONE_DEVICE), self._key)
 
@@ -244,14 +259,6 @@ class Programs:
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((len(x) * count, *x.shape[1:]), x.dtype), batch
         )
-
-
-def _of_programs(
-    config: RunConfig, model: TransformerConfig, strategy: Strategy
-) -> dict[str, object]:
-    """The settings that programs follow from."""
-    used = {name: x for name, x, _ in settings(config) if name.partition(".")[0] not in _OTHERS}
-    return {**used, "model": model, "strategy": strategy}
 
 
 def readable(figures: T) -> T:

@@ -18,7 +18,7 @@ from gshard.mt.batching.tokenizer import FILES
 from gshard.mt.errors import UserError
 from gshard.mt.run import CONFIG, Run
 from gshard.mt.training import checksums
-from gshard.mt.training.weights import WEIGHTS, Weights
+from gshard.mt.training.weights import WEIGHTS, WeightsFile
 from gshard.nn.shapes import weight_shapes
 
 VOCABULARY = "vocabulary"
@@ -57,7 +57,7 @@ def problem(run: Run, *, values: bool = True) -> str:
         return f"{run.folder} is damaged: {found}"
     path = run.folder / WEIGHTS
     try:
-        weights = Weights(path)
+        weights = WeightsFile(path)
     except UserError as error:
         return str(error)
     if weights.shapes != weight_shapes(run.model_config):
@@ -84,7 +84,7 @@ def opened(run: Run, which: str) -> int:
 
 def step_of(run: Run, which: str) -> int:
     """The step of a release; an error if `which` names another."""
-    step = int(Weights(run.folder / WEIGHTS).note.get("step", "0"))
+    step = int(WeightsFile(run.folder / WEIGHTS).note.get("step", "0"))
     if which not in ("best", "last", str(step)):
         raise UserError(
             f"no checkpoint {which!r} in {run.folder}: it is the release of step {step}"

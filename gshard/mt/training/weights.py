@@ -77,7 +77,7 @@ def quantize(array: np.ndarray, axes: tuple[int, ...]) -> Quantized:
     return Quantized(np.rint(array / scale).astype(np.int8), scale)
 
 
-class Weights:
+class WeightsFile:
     """The arrays of a file by name, read when they are asked for, and its note.
 
     An array in 8 bits is read as the numbers that it stands for; `stored` gives the integers.

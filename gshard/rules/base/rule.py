@@ -205,8 +205,8 @@ class Rule:
     that the operator is linear in: it can run on unreduced ones, and its result is then unreduced
     too; `on_unreduced` is how, where not simply in place (None where that needs sums after all).
     `ordered` gives the factors whose rows the operator tells apart by their number, as a cumulative
-    sum does; a rule with a `partition` of its own that does not say so may do that for all. Of an
-    `elementwise` one, each element depends on the operands' elements in its place alone. `doc` is
+    sum does; a rule with a `partition` of its own that does not say so may do that for all. Each
+    element of an `elementwise` one depends on the operands' elements in its place alone. `doc` is
     the operator's row in docs/reference/operators.md.
     """
 

@@ -283,7 +283,7 @@ def accumulators(scan: Loop) -> dict[int, list[Any]]:
 def leaving(loop: Loop, shares: Mapping[Any, float]) -> Mapping[int, float]:
     """The results that may leave the body of a loop unreduced, and the share of each to pay.
 
-    Those to which its runs add, once for all of them; and stacks of sums that pay a share outside.
+    Results to which its runs add, once for all; and stacks of sums that pay a share outside.
     """
     if loop.eqn.primitive is not p.scan_p:
         return NOTHING

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gshard.mt.batching.batches import BatchConfig, Batches, Host
-from gshard.mt.batching.mixture import Schedule, Stream
+from gshard.mt.batching.mixture import Cycle, Stream
 from gshard.mt.batching.tokenizer import END, PAD, START
 from gshard.mt.errors import UserError
 
@@ -155,7 +155,7 @@ def test_an_epoch_has_every_example_once():
     st.integers(0, 10**6),
 )
 def test_a_schedule_counts_each_part_up(weights, seed, start):
-    schedule = Schedule(weights, seed)
+    schedule = Cycle(weights, seed)
     part, key = schedule.locate(np.arange(start, start + 3000))
     for p in range(len(weights)):
         keys = key[part == p]

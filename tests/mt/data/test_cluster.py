@@ -3,7 +3,7 @@
 import pytest
 
 from gshard.mt.data.gather import GatherConfig, gather
-from gshard.mt.data.splits import Shares
+from gshard.mt.data.splits import HeldOutShares
 from gshard.mt.data.user_text import parse_own
 from tests.mt.samples import sentence, translated
 
@@ -35,7 +35,7 @@ def contents(folder):
 def test_one_and_four_workers_write_the_same_bytes(own, tmp_path):
     import ray
 
-    shares = Shares(0.1, 0.1)
+    shares = HeldOutShares(0.1, 0.1)
     gather(GatherConfig(tmp_path / "here", own=own, shares=shares, jobs=1))
     expected = contents(tmp_path / "here")
     assert len(expected) == 7

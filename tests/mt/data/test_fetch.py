@@ -98,7 +98,7 @@ def test_a_failed_download_is_reported_skipped_and_tried_again(tmp_path, monkeyp
     wanted = [(good, source), (bad, source)]
     seen = []
     problems = fetch.fetch(wanted, folder, lambda package, problem: seen.append(package.name))
-    assert problems == [fetch.Problem("bad==9", "ERROR: no such thing")]
+    assert problems == [fetch.Skipped("bad==9", "ERROR: no such thing")]
     assert seen == ["good", "bad"]
     assert fetch.fetch(wanted, folder, lambda *_: None) == []
     assert calls == ["good", "bad==9", "bad==9"]  # what was there is not fetched again

@@ -9,13 +9,13 @@ import pytest
 from gshard.mt.data import fetch, jobs, tiers, unpack, user_text
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.data.gather import GatherConfig, gather
-from gshard.mt.data.splits import SPLITS, Shares, fold
+from gshard.mt.data.splits import SPLITS, HeldOutShares, fold
 from gshard.mt.data.tiers import Package
 from gshard.mt.data.user_text import parse_own
 from gshard.mt.errors import UserError
 from tests.mt.samples import mo, sentence, translated
 
-SHARES = Shares(0.1, 0.1)
+SHARES = HeldOutShares(0.1, 0.1)
 COUNT = 120
 
 TIER = """
@@ -67,7 +67,7 @@ def everything(corpus):
 
 def test_a_tier_becomes_a_corpus(tier_plan):
     corpus, problems = gather(tier_plan)
-    assert problems == [fetch.Problem("broken", "no such package")]
+    assert problems == [fetch.Skipped("broken", "no such package")]
     assert set(corpus.languages) == {"de", "ru"}
     assert corpus.verify() == []
     total = sum(corpus.count("de", split) for split in SPLITS)

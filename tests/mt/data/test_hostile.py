@@ -16,14 +16,14 @@ from gshard.mt.data import fetch, jobs, readers, tiers, unpack
 from gshard.mt.data.archives import Files
 from gshard.mt.data.clean import clean
 from gshard.mt.data.gather import GatherConfig, gather
-from gshard.mt.data.splits import Shares
+from gshard.mt.data.splits import HeldOutShares
 from gshard.mt.data.tiers import Package, Reading, Source
 from gshard.mt.data.user_text import parse_own
 from gshard.mt.errors import UserError
 from gshard.mt.lock import locked
 from tests.mt.samples import mo, sentence, translated
 
-SHARES = Shares(0.1, 0.1)
+SHARES = HeldOutShares(0.1, 0.1)
 CATALOG = mo([(sentence(n), translated(n)) for n in range(60)])
 METADATA = b"Version: 1.0\nLicense-Expression: MIT\n"
 
@@ -192,7 +192,7 @@ def test_a_name_as_long_as_names_can_be(tmp_path):
 
 
 def test_what_steers_a_terminal_is_spelt_out():
-    problem = fetch.Problem("a\x1b]0;title\x07\udcff\n", "\x1b[2J" + "x" * 999)
+    problem = fetch.Skipped("a\x1b]0;title\x07\udcff\n", "\x1b[2J" + "x" * 999)
     assert problem.what == r"a\x1b]0;title\x07\udcff\n"
     assert problem.why.startswith(r"\x1b[2Jxx")
     assert len(problem.why) == 300

@@ -10,8 +10,8 @@ from gshard.mt.data import corpus, splits
 from gshard.mt.data.splits import (
     MAX_VARIANTS,
     SPLITS,
-    Row,
-    Shares,
+    CorpusRow,
+    HeldOutShares,
     fingerprint,
     fold,
     given_splits,
@@ -29,10 +29,10 @@ ENGLISH = st.builds(
 )
 SOURCES = st.integers(0, 30).map(lambda n: f"quelle {chr(97 + n % 26)} {'b' * (n // 26)}")
 ROWS = st.lists(
-    st.builds(Row, SOURCES, ENGLISH, st.just("o"), st.sampled_from(["", "", "", *SPLITS])),
+    st.builds(CorpusRow, SOURCES, ENGLISH, st.just("o"), st.sampled_from(["", "", "", *SPLITS])),
     max_size=80,
 )
-SHARES = Shares(0.3, 0.2)
+SHARES = HeldOutShares(0.3, 0.2)
 
 
 def split_all(languages, shares=SHARES):
@@ -84,7 +84,7 @@ def test_every_row_is_kept_or_counted(rows):
 
 def test_a_smaller_share_holds_out_a_subset():
     keys = [fold(sentence(n)) for n in range(2000)]
-    few, many = Shares(0.02, 0.01), Shares(0.04, 0.02)
+    few, many = HeldOutShares(0.02, 0.01), HeldOutShares(0.04, 0.02)
     for split in ("dev", "test"):
         small = {key for key in keys if few.split_of(key) == split}
         assert small
@@ -92,35 +92,35 @@ def test_a_smaller_share_holds_out_a_subset():
 
 
 def test_shares_are_about_what_was_asked_for():
-    counts = Counter(Shares(0.1, 0.05).split_of(fold(sentence(n))) for n in range(4000))
+    counts = Counter(HeldOutShares(0.1, 0.05).split_of(fold(sentence(n))) for n in range(4000))
     assert 300 < counts["test"] < 500
     assert 130 < counts["dev"] < 270
-    assert Shares(0.5, 0.4).split_of("open the file") == "train"  # too short to hold out
+    assert HeldOutShares(0.5, 0.4).split_of("open the file") == "train"  # too short to hold out
 
 
 def test_given_splits_are_kept_and_the_stronger_wins():
     rows = [
-        Row("a", sentence(1), "o", "test"),
-        Row("b", sentence(2), "o", "train"),
-        Row("c", "Open", "o", "dev"),
-        Row("d", sentence(1).upper(), "o", "train"),
+        CorpusRow("a", sentence(1), "o", "test"),
+        CorpusRow("b", sentence(2), "o", "train"),
+        CorpusRow("c", "Open", "o", "dev"),
+        CorpusRow("d", sentence(1).upper(), "o", "train"),
     ]
-    result = split_all([rows], Shares(0, 0))[0]
+    result = split_all([rows], HeldOutShares(0, 0))[0]
     assert [row.source for row in result["test"]] == ["a"]
     assert [row.source for row in result["train"]] == ["b"]
     assert [row.source for row in result["dev"]] == ["c"]
     # The same English, given to training in one language, is in no test of another.
-    other = [Row("e", sentence(2), "o")]
-    forced = Shares(0.99, 0)
+    other = [CorpusRow("e", sentence(2), "o")]
+    forced = HeldOutShares(0.99, 0)
     assert [row.source for row in split_all([rows, other], forced)[1]["train"]] == ["e"]
 
 
 def test_held_out_sentences_have_no_placeholder_and_one_reference():
-    shares = Shares(0.99, 0)
+    shares = HeldOutShares(0.99, 0)
     rows = [
-        Row("eins", sentence(3), "o"),
-        Row("zwei", sentence(3) + "!", "o"),
-        Row("drei %s", sentence(4) + " %s", "o"),
+        CorpusRow("eins", sentence(3), "o"),
+        CorpusRow("zwei", sentence(3) + "!", "o"),
+        CorpusRow("drei %s", sentence(4) + " %s", "o"),
     ]
     dropped = Counter()
     result = split_language(rows, shares, {}, dropped)
@@ -130,8 +130,8 @@ def test_held_out_sentences_have_no_placeholder_and_one_reference():
 
 
 def test_no_more_than_needed_are_held_out():
-    shares = Shares(0.99, 0, {"test": 3, "dev": 3})
-    rows = [Row(f"q{'x' * n}", sentence(n), "o") for n in range(10)]
+    shares = HeldOutShares(0.99, 0, {"test": 3, "dev": 3})
+    rows = [CorpusRow(f"q{'x' * n}", sentence(n), "o") for n in range(10)]
     kept = split_language(rows, shares, {}, Counter())["test"]
     again = split_language(rows[::-1], shares, {}, Counter())["test"]
     assert len(kept) == 3
@@ -140,15 +140,15 @@ def test_no_more_than_needed_are_held_out():
 
 def test_duplicates_and_variants():
     dropped = Counter()
-    rows = [Row(f"wort {'x' * n}", "Open", "o") for n in range(MAX_VARIANTS + 2)]
-    rows += [Row("Wort x!", "open", "o"), Row("open", "Open!", "o")]
+    rows = [CorpusRow(f"wort {'x' * n}", "Open", "o") for n in range(MAX_VARIANTS + 2)]
+    rows += [CorpusRow("Wort x!", "open", "o"), CorpusRow("open", "Open!", "o")]
     assert len(list(without_duplicates(rows, dropped))) == MAX_VARIANTS
     assert dropped == {"more than 4 translations": 2, "duplicate": 1, "untranslated": 1}
 
 
 # Few English sentences with many translations each.
 FEW = st.lists(
-    st.builds(Row, SOURCES, st.integers(0, 2).map(sentence), st.just("o"), st.just("")),
+    st.builds(CorpusRow, SOURCES, st.integers(0, 2).map(sentence), st.just("o"), st.just("")),
     min_size=20,
     max_size=80,
 )
@@ -173,8 +173,8 @@ def test_duplicates_as_a_set_finds_them(rows):
 
 def test_what_is_held_out_does_not_depend_on_what_is_remembered():
     """More candidates than are kept in memory: the least fingerprints are chosen all the same."""
-    shares = Shares(0.99, 0, {"test": 3, "dev": 3})
-    rows = [Row(f"q {n}", sentence(n), "o") for n in range(3000)]
+    shares = HeldOutShares(0.99, 0, {"test": 3, "dev": 3})
+    rows = [CorpusRow(f"q {n}", sentence(n), "o") for n in range(3000)]
     marks = {fold(row.english): row for row in reversed(rows)}
     ranked = sorted((k for k in marks if shares.split_of(k) == "test"), key=fingerprint)
     assert len(ranked) > 2000
@@ -194,7 +194,7 @@ def test_a_spool_is_a_list(monkeypatch, tmp_path):
 
 
 def test_a_language_is_written_group_by_group_as_at_once(tmp_path, monkeypatch):
-    rows = [Row(f"q {n}", sentence(n), f"o{n % 3}") for n in range(10)]
+    rows = [CorpusRow(f"q {n}", sentence(n), f"o{n % 3}") for n in range(10)]
     monkeypatch.setattr(corpus, "_GROUP", 4)
     entry = corpus.write_rows(iter(rows), tmp_path / "some.parquet")
     columns = [[getattr(row, name) for row in rows] for name in corpus.SCHEMA.names]
@@ -209,6 +209,6 @@ def test_a_language_is_written_group_by_group_as_at_once(tmp_path, monkeypatch):
 
 def test_impossible_shares():
     with pytest.raises(UserError, match="cannot hold out nan"):
-        Shares(float("nan"), 0.1)
+        HeldOutShares(float("nan"), 0.1)
     with pytest.raises(UserError, match="cannot hold out"):
-        Shares(0.9, 0.2)
+        HeldOutShares(0.9, 0.2)

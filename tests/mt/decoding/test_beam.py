@@ -14,7 +14,7 @@ from jax.extend.core import jaxprs_in_params
 import gshard
 from gshard.mt.batching.tokenizer import END, PAD, START
 from gshard.mt.decoding.beam import JAX, beam_search, continuations
-from gshard.mt.decoding.search import BeamConfig, Live, Search
+from gshard.mt.decoding.search import BeamConfig, FlatSearch, Live
 from gshard.mt.evaluation.confidence import forced
 from gshard.nn import Batch, Strategy
 from tests.nn import models
@@ -123,7 +123,7 @@ def test_candidates_are_those_of_all_scores_sorted(vocab):
     before = rng.integers(-3, 0, (30, 4)).astype(np.float32)
     before[10:, 1:] = -np.inf
     live = Live(np.zeros((30, 4), int), before, np.tile(np.eye(4, 12, dtype=bool), (30, 1, 1)))
-    search = Search(config, JAX, step=lambda *_: pytest.fail("unused"))
+    search = FlatSearch(config, JAX, step=lambda *_: pytest.fail("unused"))
 
     @jax.jit
     def extended(live, logits):

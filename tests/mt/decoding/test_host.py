@@ -16,7 +16,7 @@ from gshard.mt.decoding.beam import beam_search
 from gshard.mt.decoding.engines import EngineConfig, engine_of, open_translator
 from gshard.mt.decoding.host.layers import choices
 from gshard.mt.decoding.host.model import HostModel
-from gshard.mt.decoding.host.products import Graph, Output
+from gshard.mt.decoding.host.products import OnnxGraph, OnnxOutput
 from gshard.mt.decoding.host.translator import host_search
 from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.decoding.texts import TranslateConfig, routes
@@ -128,9 +128,9 @@ def test_routers_choose_alike():
     for top_k in (1, 2):
         gating = GatingConfig(top_k=top_k)
         want = jax.jit(lambda x, gating=gating: route(x, 7, gating)[0])(logits[None])
-        graph = Graph()
+        graph = OnnxGraph()
         expert, weight = choices(graph, graph.input("logits"), top_k)
-        expert, weight = graph.compile(Output(expert, "int64"), weight)(logits)
+        expert, weight = graph.compile(OnnxOutput(expert, "int64"), weight)(logits)
         np.testing.assert_array_equal(expert.T, want.expert[:, 0])
         np.testing.assert_allclose(weight.T, want.weight[:, 0], rtol=1e-6)
 
@@ -150,7 +150,7 @@ def test_a_product_in_eight_bits_is_the_exact_sum_of_its_integers(rows, depth, c
     x[0] = 0.0
     weight = quantize(rng.standard_normal((depth, columns)), (-2,))
     assert np.abs(weight.values).max() <= 127
-    graph = Graph()
+    graph = OnnxGraph()
     (found,) = graph.compile(graph.product(graph.input("x"), weight))(x)
     scale = np.abs(x).max(axis=1, keepdims=True) / 127
     near = np.rint(x / np.where(scale > 0, scale, 1)).astype(np.int64)
@@ -249,16 +249,16 @@ def test_errors_name_what_is_allowed(run):
 
 
 def test_a_scale_that_does_not_belong_is_refused(run, tmp_path):
-    from gshard.mt.training.weights import Weights, write_weights
+    from gshard.mt.training.weights import WeightsFile, write_weights
 
     path = tmp_path / "weights.safetensors"
     one = Quantized(np.ones((3, 4), np.int8), np.ones((1, 4), np.float32))
     write_weights(path, {"a": one, "b": np.zeros(2, np.float32)}, {})
-    assert Weights(path).shapes == {"a": (3, 4), "b": (2,)}
-    np.testing.assert_array_equal(Weights(path).part("a", (slice(1, 2), slice(2, 4))), [[1, 1]])
+    assert WeightsFile(path).shapes == {"a": (3, 4), "b": (2,)}
+    np.testing.assert_array_equal(WeightsFile(path).part("a", (slice(1, 2), slice(2, 4))), [[1, 1]])
     write_weights(path, {"a": dataclasses.replace(one, scale=np.ones(3, np.float32))}, {})
     with pytest.raises(UserError, match="a and its scale"):
-        Weights(path)
+        WeightsFile(path)
     write_weights(path, {"a": np.ones(3, np.int8)}, {})
     with pytest.raises(UserError, match="a and its scale"):
-        Weights(path)
+        WeightsFile(path)

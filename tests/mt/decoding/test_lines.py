@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gshard.mt.decoding import lines as lines_module
-from gshard.mt.decoding.lines import Lines
+from gshard.mt.decoding.lines import TextLines
 from gshard.mt.decoding.segment import cut
 from gshard.mt.errors import UserError
 
@@ -78,7 +78,7 @@ def test_a_million_characters_are_cut_quickly(tokenizer):
 
 # Reading.
 def read(path, encoding="utf-8", lines=2, characters=100):
-    return [line for chunk in Lines(path, encoding).chunks(lines, characters) for line in chunk]
+    return [line for chunk in TextLines(path, encoding).chunks(lines, characters) for line in chunk]
 
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 16])
@@ -94,7 +94,7 @@ def test_lines_of_any_encoding(tmp_path, monkeypatch, block, encoding):
         path.write_bytes((text + end).encode(encoding))
         want = [line.removesuffix("\r") for line in (text + end).split("\n")]
         assert read(path, encoding) == (want if end else want[:-1])
-    sizes = [len(chunk) for chunk in Lines(path, encoding).chunks(2, 100)]
+    sizes = [len(chunk) for chunk in TextLines(path, encoding).chunks(2, 100)]
     assert max(sizes) <= 2 or block > 3
     path.write_bytes(b"\xef\xbb\xbfone\n\xed\xa0\x80")
     assert read(path) == ["one", "\ud800"]
@@ -113,7 +113,7 @@ def test_the_place_of_a_wrong_byte_is_said(tmp_path, monkeypatch, block):
     ]:
         path.write_bytes(data)
         with pytest.raises(UserError, match=place) as caught:
-            Lines(path, encoding).check()
+            TextLines(path, encoding).check()
         assert "--encoding" in str(caught.value)
 
 
@@ -130,7 +130,7 @@ def test_a_pause_ends_a_chunk(tmp_path):
 
     writer = threading.Thread(target=write)
     writer.start()
-    lines = Lines(path)
+    lines = TextLines(path)
     lines.check()  # takes nothing from a pipe
     chunks = lines.chunks(100, 1000)
     assert next(chunks) == ["one", "two"]
@@ -142,7 +142,7 @@ def test_a_pause_ends_a_chunk(tmp_path):
 def test_the_first_chunks_are_small_and_double(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{n}\n" for n in range(100)))
-    chunks = list(Lines(path).chunks(16, 1000, first=2))
+    chunks = list(TextLines(path).chunks(16, 1000, first=2))
     assert [len(chunk) for chunk in chunks] == [2, 4, 8, 16, 16, 16, 16, 16, 6]
     assert [int(line) for chunk in chunks for line in chunk] == list(range(100))
 
@@ -151,7 +151,7 @@ def test_a_line_without_end_is_an_error(monkeypatch, tmp_path):
     """As of /dev/zero, which would fill the memory."""
     monkeypatch.setattr(lines_module, "_LONGEST", 200_000)
     with pytest.raises(UserError, match="/dev/zero has a line of more than 200,000 characters"):
-        list(Lines(Path("/dev/zero")).chunks(10, 1000))
+        list(TextLines(Path("/dev/zero")).chunks(10, 1000))
     path = tmp_path / "many.txt"
     path.write_text(("x" * 90_000 + "\n") * 9)
-    assert sum(map(len, Lines(path).chunks(10, 1000))) == 9
+    assert sum(map(len, TextLines(path).chunks(10, 1000))) == 9

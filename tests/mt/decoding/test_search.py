@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gshard.mt.batching.tokenizer import END
 from gshard.mt.decoding.beam import JAX
 from gshard.mt.decoding.host.translator import NUMPY
-from gshard.mt.decoding.search import BeamConfig, Continuations, Search, State
+from gshard.mt.decoding.search import BeamConfig, Continuations, FlatSearch, State
 
 VOCAB = 7
 
@@ -51,7 +51,7 @@ def test_the_same_bits_in_numpy_and_under_xla(beam, length, alpha, forced, seed)
     real, most = rng.random(4) < 0.8, rng.integers(1, length + 1, 4).astype(np.int32)
 
     def search(library):
-        return Search(config, library, table_step(library.xp, table, config), forced)
+        return FlatSearch(config, library, table_step(library.xp, table, config), forced)
 
     mine = search(NUMPY)
     state = State(0, mine.start(real, most), 0)

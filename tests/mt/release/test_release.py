@@ -22,7 +22,7 @@ from gshard.mt.training import checksums, loop
 from gshard.mt.training.loading import load_model
 from gshard.mt.training.names import named
 from gshard.mt.training.released import VERIFIED, problem, verified_in
-from gshard.mt.training.weights import WEIGHTS, Weights, write_weights
+from gshard.mt.training.weights import WEIGHTS, WeightsFile, write_weights
 from tests.mt.runs import Notes, make_run
 from tests.mt.samples import sentence
 
@@ -48,7 +48,7 @@ def test_weights_are_what_was_written_and_aligned(tmp_path):
     }
     path = tmp_path / "some.safetensors"
     write_weights(path, arrays, {"step": "3"})
-    found = Weights(path)
+    found = WeightsFile(path)
     assert found.note == {"step": "3"}
     assert found.shapes == {name: array.shape for name, array in arrays.items()}
     for name, array in arrays.items():
@@ -69,7 +69,7 @@ def test_damaged_weights_are_told(tmp_path, cut):
     write_weights(path, {"a": np.ones((4, 4), np.float32)}, {})
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(UserError, match="is damaged"):
-        Weights(path)
+        WeightsFile(path)
 
 
 FOUR = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
@@ -93,7 +93,7 @@ def test_headers_that_lie(tmp_path, header, said):
     path = tmp_path / "some.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
     with pytest.raises(UserError, match=said):
-        Weights(path)
+        WeightsFile(path)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
@@ -248,7 +248,7 @@ def test_a_release_of_an_earlier_version_is_loaded_and_said_to_be_one(run, tmp_p
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_values_that_are_not_finite(run, tmp_path, value):
     made = make_release(run, tmp_path / "out", precision="float32")
-    weights = Weights(made / WEIGHTS)
+    weights = WeightsFile(made / WEIGHTS)
     arrays = {name: weights[name] for name in weights.shapes}
     name = list(arrays)[3]
     arrays[name].flat[-1] = value
@@ -262,7 +262,7 @@ def test_values_that_are_not_finite(run, tmp_path, value):
 @pytest.mark.parametrize("step", ["²", "x", "9" * 5000, "-1", ""])
 def test_a_step_that_is_none(run, tmp_path, step):
     made = make_release(run, tmp_path / "out")
-    weights = Weights(made / WEIGHTS)
+    weights = WeightsFile(made / WEIGHTS)
     write_weights(made / WEIGHTS, {n: weights[n] for n in weights.shapes}, {"step": step})
     checksums.write(made, verified_in(made))
     with pytest.raises(UserError, match="is damaged: its step is"):

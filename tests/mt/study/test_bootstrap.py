@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from gshard.mt.evaluation.scores import score
-from gshard.mt.study.bootstrap import (
+from gshard.mt.study.analysis import (
     METRICS,
-    Pair,
+    PairedTexts,
     drawn_languages,
     drawn_sentences,
     paired_bootstrap,
@@ -27,7 +27,7 @@ def pairs(better, worse, sizes=SIZES):
     for place, size in enumerate(sizes):
         references = tuple(sentence(100 * place + n) for n in range(size))
         sides = [tuple(worsened(r, rng, share) for r in references) for share in (better, worse)]
-        found.append(Pair(*sides, references))
+        found.append(PairedTexts(*sides, references))
     return found
 
 
@@ -74,12 +74,12 @@ def test_a_clear_difference_is_significant_and_its_reverse_is_not():
     found = paired_bootstrap(clear, "chrf", 200)
     assert found.low > 0
     assert found.p < 0.05
-    reverse = [Pair(pair.second, pair.first, pair.references) for pair in clear]
+    reverse = [PairedTexts(pair.second, pair.first, pair.references) for pair in clear]
     assert paired_bootstrap(reverse, "chrf", 200).p > 0.95
 
 
 def test_a_system_is_not_better_than_itself():
-    same = [Pair(pair.first, pair.first, pair.references) for pair in pairs(0.3, 0.3)]
+    same = [PairedTexts(pair.first, pair.first, pair.references) for pair in pairs(0.3, 0.3)]
     found = paired_bootstrap(same, "bleu", 50)
     assert (found.mean, found.low, found.high, found.p) == (0, 0, 0, 1)
 
@@ -87,6 +87,6 @@ def test_a_system_is_not_better_than_itself():
 def test_one_language_that_gains_alone_does_not_convince():
     """Sentences by themselves would: of many, all better. Languages are the larger unit."""
     gains, *rest = pairs(0.1, 0.6, (30, 4, 4, 4))
-    mixed = [gains, *(Pair(pair.second, pair.first, pair.references) for pair in rest)]
+    mixed = [gains, *(PairedTexts(pair.second, pair.first, pair.references) for pair in rest)]
     assert paired_bootstrap([gains], "chrf", 200).p < 0.05
     assert paired_bootstrap(mixed, "chrf", 200).p > 0.05

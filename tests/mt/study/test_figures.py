@@ -6,16 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from gshard.mt.report import measures
 from gshard.mt.report.measures import centred_mean
-from gshard.mt.study import figures, plots, results, tables
-from gshard.mt.study.figures import Model
-from gshard.mt.study.verbatim import training_targets, verbatim
+from gshard.mt.study import figures, results, tables
+from gshard.mt.study.analysis import training_targets, verbatim
+from gshard.mt.study.figures import Scored
 
 
-def model(name="a", scores=None, curve=(), seconds=60.0, experts=0):
-    return Model(
-        name, name, 6, experts, 0, 1000, 10, 6000.0, seconds, "chip", scores or {}, curve, ()
+def model(name="a", scores=None, points=(), seconds=60.0, experts=0):
+    spent = (1000, 10, 6000.0, seconds, "chip")
+    return Scored(name, name, 6, experts, 0, *spent, scores or {}, curve(points), curve([]))
+
+
+def curve(points):
+    records = (
+        {"tokens": tokens, "seconds": seconds, "nll": nll} for tokens, seconds, nll in points
     )
+    return measures.curve(records, smooth=False)
 
 
 def task(bleu, pairs, group, chrf=50.0, target="en"):
@@ -82,17 +89,17 @@ CURVE = [(1000.0, 10.0, 5.0), (2000.0, 20.0, 4.0), (4000.0, 40.0, 3.0)]
     ("seconds", "loss"), [(5, 5.0), (10, 5.0), (15, 4.5), (20, 4.0), (30, 3.5), (40, 3.0)]
 )
 def test_the_loss_at_equal_cost_lies_between_two_points(seconds, loss):
-    assert figures.at_equal_cost(CURVE, seconds) == loss
+    assert figures.at_equal_cost(curve(CURVE), seconds) == loss
 
 
 def test_past_its_end_a_run_has_no_loss():
-    assert figures.at_equal_cost(CURVE, 41) is None
-    assert figures.at_equal_cost([], 1) is None
+    assert figures.at_equal_cost(curve(CURVE), 41) is None
+    assert figures.at_equal_cost(curve([]), 1) is None
 
 
 def test_efficiency_is_when_a_loss_was_first_reached():
-    slow = model("slow", curve=[(t, 2 * s, nll) for t, s, nll in CURVE[:2]])
-    rows = {row.loss: row.when for row in figures.efficiency([model("fast", curve=CURVE), slow])}
+    slow = model("slow", points=[(t, 2 * s, nll) for t, s, nll in CURVE[:2]])
+    rows = {row.loss: row.when for row in figures.efficiency([model("fast", points=CURVE), slow])}
     assert rows[4.0] == ((2000.0, 20.0), (2000.0, 40.0))
     assert rows[3.0] == ((4000.0, 40.0), None)
 
@@ -144,7 +151,7 @@ def test_the_page_of_the_figure_shows_the_numbers_of_its_studies(study, shown):
 def test_the_figures_have_every_model_and_the_order_of_languages(tmp_path):
     small, large = (model(name, SCORES, CURVE, experts=n) for name, n in (("8E", 8), ("64E", 64)))
     for zero, title in ((ZERO, "over bilingual baselines, mean"), ({}, "BLEU, mean of 10")):
-        first, *others = plots.draw([small, large], zero, tmp_path)
+        first, *others = figures.draw([small, large], zero, tmp_path)
         found = first.read_text()
         assert title in found
         assert all(f">{text}<" in found for text in ("8E", "64E", "de", "gn"))
@@ -153,10 +160,10 @@ def test_the_figures_have_every_model_and_the_order_of_languages(tmp_path):
             ("chrF++", "million target tokens", "minutes"), others[-3:], strict=True
         ):
             assert name in path.read_text()
-    assert plots.draw([model(scores=SCORES)], {}, tmp_path)  # one that has no losses yet
+    assert figures.draw([model(scores=SCORES)], {}, tmp_path)  # one that has no losses yet
 
 
 def test_a_figure_names_as_many_languages_as_there_is_room_for(tmp_path):
     scores = {f"{a}{b}-en": task(9.0, 100, "high") for a in "abc" for b in "abcdefghijklmnopqrst"}
-    figure, *_ = plots.draw([model(scores=scores)], {}, tmp_path)
+    figure, *_ = figures.draw([model(scores=scores)], {}, tmp_path)
     assert len(re.findall(">[abc][a-t]<", figure.read_text())) >= 20

@@ -17,7 +17,7 @@ from gshard.mt import config as config_module
 from gshard.mt.launch import company
 from gshard.mt.presets import preset
 from gshard.mt.training import kept_step
-from gshard.mt.training.programs import Programs
+from gshard.mt.training.programs import Programs, Setup
 from gshard.nn.strategy import ONE_DEVICE
 from tests.mt.runs import run_config
 from tests.nn import models
@@ -138,7 +138,8 @@ def test_a_runs_step_is_found_without_tracing(corpus, monkeypatch):
 
     def updated():
         model = models.config(weight_dtype="bfloat16").tuned()
-        programs = Programs(config, model, jax.devices()[:1], ONE_DEVICE, keeps_step=True)
+        setup = Setup(config, model, jax.devices()[:1], ONE_DEVICE, keeps_step=True)
+        programs = Programs(setup)
         programs.compile(batch)
         state = programs.first_state()
         for _ in range(2):

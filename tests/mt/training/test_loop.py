@@ -129,9 +129,9 @@ def longer_whole(whole, tmp_path):
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_not_learned_from(whole):
     """The step's guard leaves every weight as it was, and counts."""
-    made = programs.Programs(
-        whole.config, whole.model_config, jax.devices(), hosts.strategy(whole.config.devices)
-    )
+    strategy = hosts.strategy(whole.config.devices)
+    setup = programs.Setup(whole.config, whole.model_config, jax.devices(), strategy)
+    made = programs.Programs(setup)
     batches = Batches(whole.tokens(), whole.config.batch)
     state = made.first_state()
     ruined = eqx.tree_at(

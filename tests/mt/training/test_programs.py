@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from gshard.mt.training.programs import Programs
+from gshard.mt.training.programs import Programs, Setup
 from gshard.nn.strategy import ONE_DEVICE
 from tests.mt.runs import run_config
 from tests.nn import models
@@ -12,7 +12,7 @@ from tests.nn import models
 
 def made(corpus, remat):
     model = models.config(remat=remat)
-    return Programs(run_config(corpus), model, jax.devices()[:1], ONE_DEVICE)
+    return Programs(Setup(run_config(corpus), model, jax.devices()[:1], ONE_DEVICE))
 
 
 @pytest.fixture(scope="module")

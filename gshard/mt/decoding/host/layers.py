@@ -17,9 +17,9 @@ import numpy as np
 from gshard.mt.decoding.host.products import (
     MICROSOFT,
     ZERO,
-    Graph,
-    Output,
-    Rows,
+    OnnxGraph,
+    OnnxOutput,
+    QuantizedRows,
     Session,
     Weight,
     floats,
@@ -127,17 +127,17 @@ class Experts:
 
     def __init__(self, weights: Weights, c: TransformerConfig, *, decoder: bool):
         self.listener: Listener | None = None
-        graph = Graph()
+        graph = OnnxGraph()
         x, h = _attended(graph, weights, c, decoder=decoder)
         logits = graph.product(h, floats(weights("moe.gate")))
         expert, weight = choices(graph, logits, c.gating.top_k)
-        outputs = [Output(h)]
+        outputs = [OnnxOutput(h)]
         if isinstance(weights("moe.experts.wi"), Quantized):  # once for all experts
             rows = graph.quantized(h)
-            outputs = [Output(rows.values, "uint8"), Output(rows.scale)]
+            outputs = [OnnxOutput(rows.values, "uint8"), OnnxOutput(rows.scale)]
         if c.shared_hidden_dim:
             x = graph.add("Add", x, _two_products(graph, h, weights, c))
-        self._before = graph.compile(x, Output(expert, "int64"), weight, *outputs)
+        self._before = graph.compile(x, OnnxOutput(expert, "int64"), weight, *outputs)
         leaves = ("wi", "wo", "bi", "bo") if c.biases else ("wi", "wo")
         found = [weights(f"moe.experts.{leaf}") for leaf in leaves]
         self._each = [_expert(*(leaf[n] for leaf in found)) for n in range(c.experts)]
@@ -165,7 +165,7 @@ class Experts:
         return x_RM
 
 
-def choices(graph: Graph, logits: str, top_k: int) -> tuple[str, str]:
+def choices(graph: OnnxGraph, logits: str, top_k: int) -> tuple[str, str]:
     """Each row's experts and their weights, as `gshard.nn.gating.route` without a capacity."""
     gates = graph.add("Softmax", logits, axis=-1)
     weight, expert = graph.add("TopK", gates, graph.constant(np.array([top_k])), outputs=2)
@@ -176,13 +176,13 @@ def choices(graph: Graph, logits: str, top_k: int) -> tuple[str, str]:
     return expert, weight
 
 
-def _norm(graph: Graph, x: str, weights: Weights, name: str) -> str:
+def _norm(graph: OnnxGraph, x: str, weights: Weights, name: str) -> str:
     return graph.norm(x, weights(f"{name}_norm.scale"), weights(f"{name}_norm.bias"))
 
 
 def _projections(weights: Weights, c: TransformerConfig) -> Session:
     """Queries, keys and values of self-attention, from one product with the normalized rows."""
-    graph = Graph()
+    graph = OnnxGraph()
     h = _norm(graph, graph.input("x"), weights, "self")
     joint = graph.product(h, *side_by_side(weights, c, "self", ("wq", "wk", "wv")))
     sizes = c.heads * np.array([c.key_dim, c.key_dim, c.value_dim])
@@ -215,7 +215,7 @@ def _bias(weights: Weights, c: TransformerConfig, name: str) -> Weight | None:
 
 
 def _attended(
-    graph: Graph, weights: Weights, c: TransformerConfig, *, decoder: bool
+    graph: OnnxGraph, weights: Weights, c: TransformerConfig, *, decoder: bool
 ) -> tuple[str, str]:
     """The rows after the attentions, and these normalized for the feed-forward layer."""
     x = graph.input("x")
@@ -231,14 +231,14 @@ def _attended(
 
 
 def _added(
-    graph: Graph, weights: Weights, c: TransformerConfig, kind: str, x: str, out: str
+    graph: OnnxGraph, weights: Weights, c: TransformerConfig, kind: str, x: str, out: str
 ) -> str:
     """The rows after an attention whose heads have given `out`."""
     wo = weights(f"{kind}_attention.wo").reshape(-1, c.model_dim)
     return graph.add("Add", x, graph.product(out, wo, _bias(weights, c, f"{kind}_attention.bo")))
 
 
-def _attention(graph: Graph, q: str, c: TransformerConfig, kind: str) -> str:
+def _attention(graph: OnnxGraph, q: str, c: TransformerConfig, kind: str) -> str:
     """Attention from the queries of B * K rows to a cache of B sentences, [R, N * U].
 
     It reads the keys and values of a `Cache`, and what is added to the scores, [B, 1, K or 1, L].
@@ -258,20 +258,20 @@ def _attention(graph: Graph, q: str, c: TransformerConfig, kind: str) -> str:
 
 
 def _feed_forward(weights: Weights, c: TransformerConfig, *, decoder: bool) -> Session:
-    graph = Graph()
+    graph = OnnxGraph()
     x, h = _attended(graph, weights, c, decoder=decoder)
     return graph.compile(graph.add("Add", x, _two_products(graph, h, weights, c)))
 
 
-def _two_products(graph: Graph, h: str, weights: Weights, c: TransformerConfig) -> str:
+def _two_products(graph: OnnxGraph, h: str, weights: Weights, c: TransformerConfig) -> str:
     given = (weights("feed_forward.wi"), weights("feed_forward.wo"))
     biases = (_bias(weights, c, f"feed_forward.{leaf}") for leaf in ("bi", "bo"))
     return _through(graph, h, *given, *biases)
 
 
 def _through(
-    graph: Graph,
-    h: str | Rows,
+    graph: OnnxGraph,
+    h: str | QuantizedRows,
     wi: Weight,
     wo: Weight,
     bi: Weight | None = None,
@@ -284,8 +284,8 @@ def _through(
 
 def _expert(wi: Weight, *others: Weight) -> Session:
     """An expert by itself, from its weights and biases."""
-    graph = Graph()
+    graph = OnnxGraph()
     if isinstance(wi, Quantized):
-        rows = Rows(graph.input("h", "uint8"), graph.input("scale"), ZERO)
+        rows = QuantizedRows(graph.input("h", "uint8"), graph.input("scale"), ZERO)
         return graph.compile(_through(graph, rows, wi, *others))
     return graph.compile(_through(graph, graph.input("h"), wi, *others))

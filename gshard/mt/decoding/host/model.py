@@ -13,7 +13,7 @@ import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, START
 from gshard.mt.decoding.host.layers import HIDDEN, Cache, Layer, side_by_side
-from gshard.mt.decoding.host.products import Graph, Output, Session, Weight
+from gshard.mt.decoding.host.products import OnnxGraph, OnnxOutput, Session, Weight
 from gshard.mt.decoding.texts import Choices, Routings
 from gshard.mt.training.weights import Quantized
 from gshard.nn.config import TransformerConfig
@@ -141,7 +141,7 @@ class HostModel:
         """From the last rows to the C best tokens: logits never leave the graph."""
         if C not in self._outputs:
             scale, bias, table = self._logits
-            graph = Graph()
+            graph = OnnxGraph()
             x = graph.norm(graph.input("x"), scale, bias)
             if isinstance(table, Quantized):
                 weight: Weight = Quantized(table.values.T, table.scale.T)
@@ -151,7 +151,7 @@ class HostModel:
             count = graph.constant(np.array([C]))
             best, tokens = graph.add("TopK", scores, count, outputs=2)
             end = graph.add("Gather", scores, graph.constant(np.array([END])), axis=1)
-            self._outputs[C] = graph.compile(best, Output(tokens, "int64"), end)
+            self._outputs[C] = graph.compile(best, OnnxOutput(tokens, "int64"), end)
         return self._outputs[C]
 
 
@@ -206,7 +206,7 @@ def in_layer(load: Load, c: TransformerConfig, side: str, n: int) -> Load:
 
 def _memory(load: Load, c: TransformerConfig) -> Session:
     """From the encoder's last rows to the keys and values of every decoder layer."""
-    graph = Graph()
+    graph = OnnxGraph()
     x = graph.norm(graph.input("x"), load("encoder_norm.scale"), load("encoder_norm.bias"))
     outputs = []
     for n in range(c.decoder_layers):

@@ -50,14 +50,14 @@ def floats(weight: Weight) -> np.ndarray:
     return weight.astype(np.float32, copy=False)
 
 
-class Output(NamedTuple):
+class OnnxOutput(NamedTuple):
     """A value that a graph returns, and its type."""
 
     name: str
     dtype: Dtype = "float32"
 
 
-class Rows(NamedTuple):
+class QuantizedRows(NamedTuple):
     """Activations in 8 bits: the names of the values, and of the scales of the rows."""
 
     values: str
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
     zero: int  # which number is zero
 
 
-class Graph:
+class OnnxGraph:
     """A graph that is being written: each method adds nodes and returns the name of their value."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Graph:
         both = (self.constant(floats(each)) for each in (scale, bias))
         return self.add("LayerNormalization", x, *both, epsilon=EPSILON)
 
-    def product(self, x: str | Rows, weight: Weight, bias: Weight | None = None) -> str:
+    def product(self, x: str | QuantizedRows, weight: Weight, bias: Weight | None = None) -> str:
         """The rows of `x` times a weight; rows that several products share may come quantized."""
         if bias is not None:
             return self.add("Add", self.product(x, weight), self.constant(floats(bias)))
@@ -116,7 +116,7 @@ class Graph:
         )
         return self.add("Mul", product, rows.scale)
 
-    def quantized(self, x: str, *, positive: bool = False) -> Rows:
+    def quantized(self, x: str, *, positive: bool = False) -> QuantizedRows:
         """The rows in 8 bits, each with a scale; without a sign if all of them are `positive`."""
         least = self.constant(np.float32(_LEAST))
         largest = self.add("ReduceMax", x if positive else self.add("Abs", x), self._last)
@@ -124,18 +124,18 @@ class Graph:
         scale = self.add("Max", self.add("Mul", largest, part), least)
         flat = self.add("Squeeze", scale, self._last)
         if positive:
-            return Rows(self.add("QuantizeLinear", x, flat, axis=0), scale, 0)
+            return QuantizedRows(self.add("QuantizeLinear", x, flat, axis=0), scale, 0)
         zero = numpy_helper.from_array(np.array([ZERO], np.uint8))
         zeros = self.add("ConstantOfShape", self.add("Shape", flat), value=zero)
-        return Rows(self.add("QuantizeLinear", x, flat, zeros, axis=0), scale, ZERO)
+        return QuantizedRows(self.add("QuantizeLinear", x, flat, zeros, axis=0), scale, ZERO)
 
     @functools.cached_property
     def _last(self) -> str:
         return self.constant(np.array([-1]))
 
-    def compile(self, *outputs: str | Output) -> Session:
+    def compile(self, *outputs: str | OnnxOutput) -> Session:
         """The graph, ready to run."""
-        found = [Output(each) if isinstance(each, str) else each for each in outputs]
+        found = [OnnxOutput(each) if isinstance(each, str) else each for each in outputs]
         returned = [
             helper.make_tensor_value_info(each.name, _TYPES[each.dtype], None) for each in found
         ]

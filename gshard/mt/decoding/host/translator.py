@@ -19,13 +19,13 @@ from gshard.mt.decoding.host.model import Decoding, HostModel
 from gshard.mt.decoding.search import (
     BeamConfig,
     Continuations,
+    FlatSearch,
     Library,
     Live,
-    Search,
     State,
     Translations,
 )
-from gshard.mt.decoding.texts import Job, Routings, TextTranslator, TranslateConfig
+from gshard.mt.decoding.texts import Routings, SearchJob, TextTranslator, TranslateConfig
 
 
 class HostTranslator(TextTranslator):
@@ -52,7 +52,7 @@ class HostTranslator(TextTranslator):
         most = np.array([config.max_length for config in each])
         return host_search(self._model, source, longest, most, forced)
 
-    def _batches(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
+    def _batches(self, jobs: Sequence[SearchJob]) -> Iterator[list[SearchJob]]:
         """Batches of any shapes: nothing is compiled for one, and fewer batches are faster."""
         ordered = sorted(jobs, key=lambda job: len(job.ids))
         for i in range(0, len(ordered), self.config.rows):
@@ -93,7 +93,7 @@ def host_search(
         scores_BX, places_BX = (x.reshape(-1, K * C) for x in (scores_BKC, first_K1 + tokens_BKC))
         return Continuations(scores_BX, places_BX, live.scores + end_BK, V), decoding
 
-    search = Search(config, NUMPY, step, forced)
+    search = FlatSearch(config, NUMPY, step, forced)
     real_B = (source_BL != PAD).any(axis=1)
     most_B = np.full(len(real_B), config.max_length) if max_length_B is None else max_length_B
     beams, rows = search.start(real_B, most_B), np.flatnonzero(real_B)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gshard.mt.study.expert_use import information, layers_of, nearest_other
+from gshard.mt.study.analysis import information, layers_of, nearest_other
 
 
 def test_equal_loads_tell_nothing_and_an_expert_of_ones_own_tells_all():

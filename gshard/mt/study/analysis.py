@@ -1,0 +1,196 @@
+"""What a study finds beside scores: differences that are sure, what experts learnt, recitals.
+
+Whether one system is better than another is seen by a paired bootstrap. A figure over a hundred
+languages is a sample twice: of languages, and of sentences in each. So both are drawn again, with
+replacement: a language, then as many of its sentences as it has, the same ones for both systems
+(Koehn 2004, with a level above). The statistic is the mean over the drawn languages of the
+difference of their corpus scores.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+
+from gshard.mt.batching.tokenizer import Task
+from gshard.mt.data.corpus import Corpus
+from gshard.mt.evaluation.scores import cut_of
+
+MetricName = Literal["bleu", "chrf"]
+METRICS: tuple[MetricName, ...] = ("bleu", "chrf")
+
+
+@dataclass(frozen=True)
+class PairedTexts:
+    """Two systems' translations of one language's sentences, and the references."""
+
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+    references: tuple[str, ...]
+    target: str = "en"
+
+
+@dataclass(frozen=True)
+class ScoreDifference:
+    """How much better the first system is, over all languages."""
+
+    mean: float
+    low: float  # of the interval that contains 95% of the resamples
+    high: float
+    p: float  # share of resamples in which the first system is not better
+    languages: int
+    resamples: int
+
+
+def metric_of(name: MetricName, target: str = "en") -> Any:
+    """sacreBLEU's metric, as `scores` has it."""
+    return BLEU(tokenize=cut_of(target)) if name == "bleu" else CHRF(word_order=2)
+
+
+@functools.lru_cache(maxsize=4096)  # a system is compared with several others
+def statistics(
+    name: MetricName, target: str, translations: tuple[str, ...], references: tuple[str, ...]
+) -> np.ndarray:
+    """The counts of every sentence, whose sums a corpus score is computed from."""
+    metric = metric_of(name, target)
+    found = metric._extract_corpus_statistics(list(translations), [list(references)])
+    return np.asarray(found, np.float64)
+
+
+def paired_bootstrap(
+    pairs: Sequence[PairedTexts], name: MetricName, resamples: int = 1000, seed: int = 0
+) -> ScoreDifference:
+    """The difference of the mean scores over languages, with its interval and p-value."""
+    rng = np.random.default_rng(seed)
+    chosen_RL = drawn_languages(len(pairs), resamples, rng)
+    total_R = np.zeros(resamples)
+    differences = []
+    for place, pair in enumerate(pairs):
+        metric = metric_of(name, pair.target)
+        sides = [
+            statistics(name, pair.target, translations, pair.references)
+            for translations in (pair.first, pair.second)
+        ]
+        a, b = (metric._compute_score_from_stats(list(side.sum(axis=0))).score for side in sides)
+        differences.append(a - b)
+        times_R = (chosen_RL == place).sum(axis=1)
+        resample_D = np.repeat(np.arange(resamples), times_R)  # of each time it was drawn
+        weight_DN = drawn_sentences(len(pair.references), len(resample_D), rng)
+        sums = [weight_DN @ side for side in sides]
+        for resample, first, second in zip(resample_D, *sums, strict=True):
+            scores = (
+                metric._compute_score_from_stats(list(each)).score for each in (first, second)
+            )
+            total_R[resample] += next(scores) - next(scores)
+    means_R = total_R / len(pairs)
+    low, high = np.percentile(means_R, [2.5, 97.5])
+    return ScoreDifference(
+        float(np.mean(differences)),
+        float(low),
+        float(high),
+        float((np.sum(means_R <= 0) + 1) / (resamples + 1)),
+        len(pairs),
+        resamples,
+    )
+
+
+def drawn_languages(count: int, resamples: int, rng: np.random.Generator) -> np.ndarray:
+    """For each resample as many languages as there are, with replacement: [R, L]."""
+    return rng.integers(count, size=(resamples, count))
+
+
+def drawn_sentences(count: int, draws: int, rng: np.random.Generator) -> np.ndarray:
+    """For each draw how often each of `count` sentences is in it: [D, N]."""
+    return rng.multinomial(count, np.full(count, 1 / count), size=draws).astype(np.float64)
+
+
+Shares = Mapping[str, Sequence[Sequence[float]]]  # by task: for each layer, each expert's share
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """One layer of experts: bits about the language, and each language's nearest other one."""
+
+    side: str
+    layer: int
+    bits: float
+    nearest: dict[str, str]
+
+
+def layers_of(experts: Mapping[str, Shares]) -> list[LayerUse]:
+    """Every layer with experts, the encoder's first, from the loads of `evaluation.json`."""
+    found = []
+    for side in ("encoder", "decoder"):
+        tasks = sorted(experts.get(side, {}))
+        if len(tasks) < 2:
+            continue
+        shares_TLE = np.array([experts[side][task] for task in tasks], np.float64)
+        for layer in range(shares_TLE.shape[1]):
+            shares_TE = shares_TLE[:, layer]
+            shares_TE = shares_TE / np.maximum(shares_TE.sum(axis=1, keepdims=True), 1e-12)
+            nearest = [tasks[place] for place in nearest_other(shares_TE)]
+            pairs = dict(zip(tasks, nearest, strict=True))
+            found.append(LayerUse(side, layer, information(shares_TE), pairs))
+    return found
+
+
+def information(shares_TE: np.ndarray) -> float:
+    """The mutual information of language and expert in bits, all languages equally likely.
+
+    It is 0 if all languages use the experts alike, and log2 of the number of experts at most.
+    """
+    mean_E = shares_TE.mean(axis=0)
+    ratio_TE = np.divide(shares_TE, mean_E, out=np.ones_like(shares_TE), where=shares_TE > 0)
+    return float(np.mean(np.sum(shares_TE * np.log2(ratio_TE), axis=1)))
+
+
+def nearest_other(shares_TE: np.ndarray) -> list[int]:
+    """For each language the other one that uses the experts most alike, by the cosine."""
+    unit_TE = shares_TE / np.maximum(np.linalg.norm(shares_TE, axis=1, keepdims=True), 1e-12)
+    alike_TT = unit_TE @ unit_TE.T
+    np.fill_diagonal(alike_TT, -np.inf)
+    return [int(place) for place in alike_TT.argmax(axis=1)]
+
+
+@dataclass(frozen=True)
+class Recited:
+    """How much of a system's output is training text, how much is right, and its length."""
+
+    verbatim: float  # share of outputs that are sentences of the training text
+    exact: float  # share of outputs that are the reference
+    length: float  # words of all outputs, over those of all references
+
+
+def verbatim(
+    pairs: Mapping[str, Sequence[tuple[str, str]]], known: Mapping[str, Collection[str]]
+) -> Recited:
+    """From (output, reference) by target language, and the training text in each of them.
+
+    Where no held-out sentence is in the training text, an output that is one is not its reference,
+    however fluent. Lengths are compared as well: memorized outputs are mostly short.
+    """
+    total = verbatim = exact = words = wanted = 0
+    for target, each in pairs.items():
+        for output, reference in each:
+            total += 1
+            verbatim += output in known[target]
+            exact += output == reference
+            words += len(output.split())
+            wanted += len(reference.split())
+    return Recited(verbatim / max(total, 1), exact / max(total, 1), words / max(wanted, 1))
+
+
+def training_targets(corpus: Corpus, tasks: Sequence[Task]) -> dict[str, set[str]]:
+    """The distinct sentences of the training text in each target language."""
+    found: dict[str, set[str]] = {}
+    for task in tasks:
+        column = "english" if task.target == "en" else "source"
+        texts = corpus.read(task.foreign, "train", [column])[column].to_pylist()
+        found.setdefault(task.target, set()).update(texts)
+    return found

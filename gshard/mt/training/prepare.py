@@ -1,0 +1,128 @@
+"""What a training needs before its first step: tokens, one identity, programs, a teacher."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gshard.mt import atomic, hosts
+from gshard.mt.batching.batches import Batches, Host
+from gshard.mt.batching.packing import Arrays
+from gshard.mt.batching.tokens import TaskTokens
+from gshard.mt.config import DistillConfig
+from gshard.mt.errors import UserError
+from gshard.mt.progress import TrainingProgress
+from gshard.mt.run import Run
+from gshard.mt.training import checksums, released
+from gshard.mt.training.checkpoint import FOLDER
+from gshard.mt.training.identity import differences, identity
+from gshard.mt.training.loading import chosen_step, load_model, model_like
+from gshard.mt.training.programs import Programs, Setup
+from gshard.nn.config import TransformerConfig
+from gshard.nn.strategy import Strategy
+from gshard.nn.transformer import Transformer
+
+
+def prepare(run: Run, progress: TrainingProgress) -> dict[str, Any]:
+    """Vocabularies and encoded text, made by one process while the others wait; their identity.
+
+    Then all compare: hosts need not share a file system, nor have equal files under one name.
+    """
+    if hosts.is_first():
+        if not (run.folder / "vocabulary").is_dir():
+            made = progress.stage("vocabulary", 1)
+            run.make_vocabulary()
+            made(f"{run.tokenizer.source_size:,} and {run.tokenizer.target_size:,} pieces")
+        encoded = progress.stage("encode", len(run.tokenizer.tasks))
+        run.tokens(step=encoded, verify=True)
+        _dev_tokens(run, verify=True)
+    hosts.wait_for_all("vocabulary and tokens")
+    mine = identity(run, teacher_identity(run.config.distill))
+    texts = {f"the text of {language}": sums for language, sums in mine["text"].items()}
+    others = {"the vocabulary": mine["vocabulary"], "the teacher": mine["teacher"]}
+    hosts.agree({**mine["settings"], **others, **texts})
+    return mine
+
+
+def refuse_changes(run: Run, mine: dict[str, Any], note: dict[str, Any] | None) -> None:
+    """An error if something that the losses depend on is not as the last checkpoint notes it."""
+    if note and (changed := differences(note["identity"], mine, note["step"])):
+        lines = "\n  ".join(changed)
+        raise UserError(
+            f"{run.folder} is not as it was at step {note['step']}:\n  {lines}\n"
+            "its losses would differ; restore what changed, or start a new run"
+        )
+
+
+def setup_of(run: Run, *, shapes: bool = False, keeps_step: bool = False) -> Setup:
+    """What the programs of a run are made from; with `shapes`, only to be compiled."""
+    devices, strategy = hosts.chosen(run.config.devices), hosts.strategy(run.config.devices)
+    teacher = teacher_of(run, strategy, shapes=shapes)
+    how = (devices, strategy, run.folder, teacher, keeps_step)
+    return Setup(run.config, run.model_config, *how)
+
+
+def programs_and_batches(run: Run, *, keeps_step: bool = False) -> tuple[Programs, Batches]:
+    """The compiled functions of a run on its devices, and this host's part of its text."""
+    programs = Programs(setup_of(run, keeps_step=keeps_step))
+    return programs, Batches(run.tokens(), run.config.batch, programs.host, run.config.data.workers)
+
+
+def dev_batches(run: Run, host: Host) -> list[Arrays]:
+    """A few batches of the dev text, the same each time."""
+    tokens = _dev_tokens(run)
+    if not tokens:
+        return []
+    config = replace(run.config.batch, seed=0, languages=False)
+    batches = Batches(tokens, config, host)
+    return [batches[i] for i in range(run.config.train.dev_batches)]
+
+
+def _dev_tokens(run: Run, verify: bool = False) -> list[TaskTokens]:
+    try:
+        return run.tokens("dev", verify=verify)
+    except UserError:  # no dev text: the training loss has to do
+        return []
+
+
+def teacher_config(run: Run) -> TransformerConfig | None:
+    """The teacher's model, whose vocabularies are those of `run`; None: there is no teacher."""
+    found = _opened(run)
+    return found.model_config if found else None
+
+
+def teacher_of(run: Run, strategy: Strategy, *, shapes: bool = False) -> Transformer | None:
+    """The teacher's weights, or only their shapes, in the shards that the strategy asks for."""
+    found = _opened(run)
+    if found is None:
+        return None
+    like = model_like(found.model_config, strategy)
+    return like if shapes else load_model(found, run.config.distill.checkpoint, like)[0]
+
+
+def teacher_identity(config: DistillConfig) -> str:
+    """The checksum of a teacher's files: another teacher would give other losses."""
+    if not config.teacher:
+        return ""
+    teacher = Run.open(config.teacher)
+    if released.is_release(teacher):
+        return atomic.checksum(teacher.folder / checksums.FILE)
+    step = chosen_step(teacher, config.checkpoint)
+    return atomic.checksum(teacher.folder / FOLDER / str(step) / checksums.FILE)
+
+
+def _opened(run: Run) -> Run | None:
+    folder = run.config.distill.teacher
+    if not folder:
+        return None
+    if Path(folder).resolve() == run.folder.resolve():
+        raise UserError(f"distill.teacher is {folder}, the run itself; it is another run")
+    teacher = Run.open(folder)
+    if teacher.tokenizer.digest != run.tokenizer.digest:
+        raise UserError(
+            f"the teacher {folder} has other vocabularies than {run.folder}: a student learns the "
+            f"teacher's probabilities of every piece. With data.vocabulary={folder}/vocabulary it "
+            "gets the teacher's"
+        )
+    return teacher
