@@ -30,6 +30,7 @@ if _typing.TYPE_CHECKING:
     from gshard.runtime.compiled import Compiled
     from gshard.runtime.stages import Lowered
     from gshard.tensors.annotate import replicate, shard, split
+    from gshard.tensors.presets import fsdp, tensor_parallel
     from gshard.tensors.uneven import UnevenArray
 
 try:
@@ -57,6 +58,7 @@ __all__ = [
     "check",
     "extend",
     "forecast",
+    "fsdp",
     "jit",
     "manual",
     "manual_to_auto_spmd_partition",
@@ -66,6 +68,7 @@ __all__ = [
     "replicate",
     "shard",
     "split",
+    "tensor_parallel",
 ]
 
 _lazy.attach(
@@ -87,6 +90,7 @@ _lazy.attach(
         "gshard.checking.replaying.replay": "Replay",
         "gshard.runtime.compiled": "Compiled",
         "gshard.runtime.stages": "Lowered",
+        "gshard.tensors.presets": "fsdp tensor_parallel",
         "gshard.tensors.uneven": "UnevenArray",
     },
 )

@@ -26,6 +26,7 @@ from gshard.commands import (
     data,
     evaluate,
     explain,
+    fits,
     forecast,
     importing,
     interval,
@@ -70,6 +71,7 @@ app = typer.Typer(
 app.command(rich_help_panel=_PROGRAMS)(auto.auto)
 app.command(rich_help_panel=_PROGRAMS)(compare.compare)
 app.command(rich_help_panel=_PROGRAMS)(explain.explain)
+app.command(rich_help_panel=_PROGRAMS)(fits.fits)
 app.command(rich_help_panel=_PROGRAMS)(forecast.forecast)
 app.command(rich_help_panel=_PROGRAMS)(interval.interval)
 app.add_typer(data.app, name="data", rich_help_panel=_TRANSLATION)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -44,10 +45,24 @@ class Step:
         lowered = self._lowered(lambda inside: _with_options(inside, partitioner="xla"))
         return lowered.compile()
 
-    def by_gshard(self, hardware: Hardware, **keywords: Any) -> gshard.Lowered:
-        """The program that gshard makes of it; `keywords` are those of `gshard.jit`."""
-        own = {"hardware": hardware, **keywords}
-        return self._lowered(lambda inside: _with_options(_of_gshard(inside, own), **own))
+    @property
+    def is_plain(self) -> bool:
+        """Whether its arguments are those of the function that is partitioned."""
+        return not any(hasattr(self._step, name) for name in _INSIDE)
+
+    def by_gshard(
+        self, hardware: Hardware, arguments: Change | None = None, **keywords: Any
+    ) -> gshard.Lowered:
+        """The program that gshard makes of it, with these `keywords` of `gshard.jit`.
+
+        `arguments` is applied to the arguments inside of it.
+        """
+
+        def changed(inside: Any) -> Any:
+            own = inside if isinstance(inside, Jitted) else partitioned(inside, {})
+            return _with_options(own, arguments, hardware=hardware, **keywords)
+
+        return self._lowered(changed)
 
     def by_auto(self, hardware: Hardware, devices: int, seconds: float) -> gshard.Layout:
         """What `gshard.auto` reaches; constraints inside the step are kept."""
@@ -105,17 +120,17 @@ def _changed_inside(step: Any, change: Change) -> Iterator[Any]:
             object.__setattr__(step, name, inside)
 
 
-def _of_gshard(inside: Any, own: dict[str, Any]) -> Any:
-    return inside if isinstance(inside, Jitted) else partitioned(inside, own)
-
-
-def _with_options(inside: Any, **own: Any) -> Any:
+def _with_options(inside: Any, arguments: Change | None = None, **own: Any) -> Any:
     """A function of `gshard.jit` with other options; one of `jax.jit` is XLA's already."""
     if not isinstance(inside, Jitted):
         return inside
     of_jax = {k: own.pop(k) for k in [*own] if k not in vars(inside.options)}
     keywords = replace(inside._keywords, of_jax={**inside._keywords.of_jax, **of_jax})
-    return Jitted(keywords, replace(inside.options, **own), inside.__wrapped__)  # type: ignore[attr-defined]
+    fun: Any = inside.__wrapped__  # type: ignore[attr-defined]
+    called = fun
+    if arguments is not None:
+        called = functools.wraps(fun)(lambda *args, **kwargs: fun(*arguments(args), **kwargs))
+    return Jitted(keywords, replace(inside.options, **own), called)
 
 
 @contextlib.contextmanager

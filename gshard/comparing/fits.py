@@ -1,0 +1,207 @@
+"""Whether a training step fits in memory, with which batch, and what would make it fit.
+
+All figures are forecasts of lowered programs: every batch and every change is partitioned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+import gshard
+from gshard.comparing.step import Step
+from gshard.forecast import Forecast, Hardware
+from gshard.graph.readable import size
+
+_PROBES = 8  # batches that are lowered to find the largest, at most
+_PRECISION = 0.02  # of the largest batch
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Bytes on each device against its memory, and the changes that were tried."""
+
+    step: str
+    devices: int
+    hardware: str
+    needed: int
+    limit: int
+    where: str  # the line of the peak
+    batch: int
+    largest: int  # 0 if no batch fits
+    too_large: int  # the smallest that was seen not to fit; 0 if none was seen
+    changes: tuple[tuple[str, int | None], ...]  # what was changed, and what is needed then
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits as it is."""
+        return self.needed <= self.limit
+
+    def as_dict(self) -> dict[str, Any]:
+        """Machine-readable."""
+        return {**asdict(self), "fits": self.fits}
+
+    def __str__(self) -> str:
+        word = "fits" if self.fits else "does not fit"
+        lines = [
+            f"{self.step} {word} on {self.devices} x {self.hardware}: "
+            f"{size(self.needed)} of {size(self.limit)} on each device, the peak at {self.where}"
+        ]
+        if self.batch:
+            beyond = f", {self.too_large:,} does not fit" if self.too_large else ""
+            most = f"{self.largest:,}{beyond}" if self.largest else "none"
+            lines.append(f"largest batch: {most} (now {self.batch:,})")
+        for change, needed in self.changes:
+            figure = "" if needed is None else f"{size(needed):>8}  {self._word(needed)}"
+            lines.append(f"  {change:<44} {figure}".rstrip())
+        return "\n".join(lines)
+
+    def _word(self, needed: int) -> str:
+        return "fits" if needed <= self.limit else "does not fit"
+
+
+def fits(
+    step: Step,
+    machine: Hardware,
+    batch: Sequence[int] | None = None,
+    seconds: float = 0.0,
+    tell: Tell = lambda _: None,
+) -> Fits:
+    """Whether a step fits; arguments at `batch` have the batch as their first dim.
+
+    By default these are the last arguments whose arrays begin with the same size. With `seconds`,
+    what `gshard.auto` reaches in about as many is one of the changes.
+    """
+
+    def lowered(step: Step, **how: Any) -> Forecast:
+        return step.by_gshard(machine, **how).forecast()
+
+    tell(f"partitioning {step.name}")
+    own = lowered(step)
+    numbers = batch_arguments(step.args) if batch is None else tuple(batch)
+    now = _rows(step.args, numbers)
+
+    def needed_with(rows: int) -> int:
+        tell(f"partitioning it for a batch of {rows:,}")
+        return lowered(step.with_args(_resized(step.args, numbers, rows))).memory_bytes
+
+    unit = own.devices if now % own.devices == 0 else 1
+    limit = own.hardware.memory
+    found = _largest(needed_with, now, own.memory_bytes, limit, unit) if now else (0, 0)
+    changes: list[tuple[str, int | None]] = []
+    if own.memory_bytes > limit:
+        changes = list(_changes(step, lowered, own, numbers, tell))
+        if seconds:
+            tell(f"gshard.auto chooses annotations, about {seconds:.0f} seconds")
+            changes.append(_auto(step, machine, own.devices, seconds))
+    return Fits(
+        step.name, own.devices, own.hardware.name, own.memory_bytes, limit, own.memory.where,
+        now, *found, tuple(changes),
+    )  # fmt: skip
+
+
+def batch_arguments(args: Sequence[Any]) -> tuple[int, ...]:
+    """The last arguments whose arrays all begin with the same size."""
+    found: list[int] = []
+    for number in reversed(range(len(args))):
+        first = {leaf.shape[0] for leaf in _arrays(args[number])}
+        same = not found or first == {_rows(args, found)}
+        if len(first) != 1 or not same:
+            break
+        found.append(number)
+    return tuple(reversed(found))
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "shape", ())]
+
+
+def _rows(args: Sequence[Any], numbers: Sequence[int]) -> int:
+    sizes = [leaf.shape[0] for number in numbers for leaf in _arrays(args[number])]
+    return sizes[0] if sizes else 0
+
+
+def _resized(args: Sequence[Any], numbers: Sequence[int], rows: int) -> tuple[Any, ...]:
+    """The arguments with another batch, as abstract values."""
+
+    def resized(leaf: Any) -> Any:
+        if not getattr(leaf, "shape", ()):
+            return leaf
+        held = getattr(leaf, "sharding", None)
+        held = held if isinstance(held, NamedSharding) else None
+        return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=held)
+
+    return tuple(jax.tree.map(resized, a) if i in numbers else a for i, a in enumerate(args))
+
+
+def _largest(
+    needed: Callable[[int], int], now: int, needed_now: int, limit: int, unit: int
+) -> tuple[int, int]:
+    """The largest batch that was seen to fit, a multiple of `unit`, and the smallest that does not.
+
+    Memory grows nearly in proportion: a line through the two nearest batches tells which to try.
+    """
+    known = {now: needed_now}
+    low, high = (now, 0) if needed_now <= limit else (0, now)
+    for _ in range(_PROBES):
+        if high and high - low <= max(unit, _PRECISION * high):
+            break
+        rows = 2 * low if not high else high // 2 if not low else 0
+        if len(known) > 1:
+            (a, at_a), (b, at_b) = sorted(known.items(), key=lambda k: abs(k[1] - limit))[:2]
+            slope = (at_b - at_a) / (b - a)
+            rows = int(a + (limit - at_a) / slope) if slope > 0 else 4 * max(known)
+            rows = rows if rows > low or not low else 2 * low
+        rows = max(unit, rows // unit * unit, low + unit)
+        rows = min(rows, high - unit) if high else rows
+        if rows in known or rows < unit:
+            break
+        known[rows] = needed(rows)
+        low, high = (rows, high) if known[rows] <= limit else (low, rows)
+    return low, high
+
+
+def _changes(
+    step: Step, lowered: Callable[..., Forecast], own: Forecast, batch: Sequence[int], tell: Tell
+) -> Iterator[tuple[str, int]]:
+    """Changes one after the other, each added to those before it if it helps."""
+    others = tuple(i for i in range(len(step.args)) if i not in batch)
+    parts, now = own.devices, own.memory_bytes
+    how: dict[str, Any] = {}
+    added = ""
+
+    def with_batch_split(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows = lambda x: gshard.split(x, 0, parts) if getattr(x, "shape", ()) else x  # noqa: E731
+        return tuple(jax.tree.map(rows, a) if i in batch else a for i, a in enumerate(args))
+
+    def with_weights_split(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(gshard.fsdp(a) if i in others else a for i, a in enumerate(args))
+
+    def of_both(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return with_weights_split(with_batch_split(args))
+
+    tried: list[tuple[str, dict[str, Any]]] = [
+        (f"gshard.split(batch, 0, {parts})", {"arguments": with_batch_split}),
+        (f"donate_argnums={others}", {"donate_argnums": others}),
+        ("gshard.fsdp of the other arguments", {"arguments": of_both}),
+    ]
+    for name, change in tried if step.is_plain else ():
+        tell(f"partitioning it with {name}")
+        needed = lowered(step, **{**how, **change}).memory_bytes
+        if needed < now:
+            now, how = needed, {**how, **change}
+            yield f"{added}{name}", needed
+            added = "and "
+
+
+def _auto(step: Step, machine: Hardware, devices: int, seconds: float) -> tuple[str, int | None]:
+    try:
+        return "what gshard.auto chose", step.by_auto(machine, devices, seconds).memory_bytes
+    except ValueError as error:  # nothing fits: it says how much the least holds
+        return f"gshard.auto: {str(error).splitlines()[0]}", None
