@@ -24,6 +24,7 @@ from gshard.commands import (
     auto,
     compare,
     data,
+    doctor,
     evaluate,
     explain,
     fits,
@@ -70,6 +71,7 @@ app = typer.Typer(
 )
 app.command(rich_help_panel=_PROGRAMS)(auto.auto)
 app.command(rich_help_panel=_PROGRAMS)(compare.compare)
+app.command(rich_help_panel=_PROGRAMS)(doctor.doctor)
 app.command(rich_help_panel=_PROGRAMS)(explain.explain)
 app.command(rich_help_panel=_PROGRAMS)(fits.fits)
 app.command(rich_help_panel=_PROGRAMS)(forecast.forecast)

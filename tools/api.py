@@ -86,8 +86,8 @@ def _rows(module: Any) -> Iterator[str]:
 
 def _commands() -> Iterator[str]:
     yield "## The command `gshard`\n"
-    yield "`auto`, `explain`, `forecast` and `interval` need the extra `cli`, all others the extra"
-    yield "`mt`. `--help` after any of them lists its options.\n"
+    yield "`auto`, `compare`, `doctor`, `explain`, `forecast` and `interval` need the extra"
+    yield "`cli`, all others the extra `mt`. `--help` after any of them lists its options.\n"
     yield "| command | what it does |\n|---|---|"
     # Typer says that it returns a command; of an app with several it is a group.
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]

@@ -176,8 +176,20 @@ def _name(kind: str) -> str:
 
 
 _KINDS = {
+    "gb200": "gb200",
+    "b200": "b200",
     "h200": "h200",
     "h100": "h100",
+    "a100-sxm4-80gb": "a100-80",
+    "a100 80gb": "a100-80",
+    "a100": "a100-40",
+    "l40s": "l40s",
+    "nvidia l4": "l4",
+    "mi300x": "mi300x",
+    "tpu7x": "tpu-v7",
+    "v7": "tpu-v7",
+    "v6 lite": "tpu-v6e",
+    "v6e": "tpu-v6e",
     "v5 lite": "tpu-v5e",
     "v5e": "tpu-v5e",
     "v5p": "tpu-v5p",

@@ -16,7 +16,10 @@ def test_every_machine_reads_and_joins_devices(name):
 
 
 def test_the_named_machines_are_there():
-    wanted = {"tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "h100", "h200", "cpu"}
+    wanted = {
+        "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7", "a100-40", "a100-80", "h100",
+        "h200", "b200", "gb200", "l4", "l40s", "mi300x", "cpu",
+    }  # fmt: skip
     assert wanted <= set(known())
 
 
@@ -65,6 +68,16 @@ def test_without_an_accelerator_the_devices_are_the_cpu():
     [
         ("NVIDIA H200", "h200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("TPU v6 lite", "tpu-v6e"),
+        ("TPU7x", "tpu-v7"),
         ("TPU v3", "tpu-v3"),
         ("TPU v4", "tpu-v4"),
         ("TPU v5 lite", "tpu-v5e"),
