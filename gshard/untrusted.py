@@ -18,7 +18,7 @@ from typing import Any
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist = 4, 12, 12
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 120
-_DIGITS = 20  # of an integer: no size, count or time has more
+_DIGITS = 40  # of an integer: transformers writes 10**30 for a length without a limit
 
 
 def refuse_special(path: Path) -> None:

@@ -57,12 +57,14 @@ def files(kind):
         names = ["<s>", "<pad>", "</s>", "<unk>", *known]
         size = len(names) + len(_CODES["m2m100"].split()) + 8
         words = {"vocab.json": {name: i for i, name in enumerate(names)}}
-        words["tokenizer_config.json"] = {"language_codes": "m2m100"}
+        # As transformers writes it: a length without a limit is int(1e30).
+        unlimited = {"model_max_length": int(1e30)}
+        words["tokenizer_config.json"] = {"language_codes": "m2m100", **unlimited}
         given = {"model_type": "m2m_100", **SETTINGS}
     else:
         size = len(known) + 4 + 2 + 8
         words = {
-            "tokenizer_config.json": {"legacy_behaviour": False},
+            "tokenizer_config.json": {"legacy_behaviour": False, "model_max_length": int(1e30)},
             "special_tokens_map.json": {"additional_special_tokens": ["deu_Latn", "fra_Latn"]},
         }
         given = {"model_type": "nllb-moe", **SETTINGS, **MIXED}
