@@ -19,6 +19,7 @@ from gshard.graph.regions import runs_of
 _PACKAGE = Path(__file__).parents[1]
 _UNLIKELY = "gshard unlikely"
 _IS_LIBRARY = "site-packages"  # in the path of a file that is not the user's own
+MODULE = "module: "  # and its path: the function of a frame that has the line of a torch model
 
 # gshard's frames are not user code, except those of these packages.
 _PROGRAMS = ("mt", "nn", "models")
@@ -59,7 +60,12 @@ def span_of(eqn: JaxprEqn) -> tuple[str, int, int, int, int] | None:
 
 def _user_line(source_info: Any) -> str:
     frame = _user_frame(source_info.traceback)
-    return shown_line([(frame.file_name, frame.start_line)] if frame else [])
+    if frame is None or not frame.function_name.startswith(MODULE):
+        return shown_line([(frame.file_name, frame.start_line)] if frame else [])
+    path = frame.file_name
+    path = os.path.basename(path) if _IS_LIBRARY in path else shown_path(path)
+    module = frame.function_name.removeprefix(MODULE)
+    return f"{path}:{frame.start_line}" + (f", {module}" if module else "")
 
 
 def shown_line(frames: Sequence[tuple[str, int]]) -> str:
@@ -84,8 +90,9 @@ def _from_folder(path: str, folder: str) -> str:
 @cached
 def _user_frame(traceback: Any) -> Any:
     frames = list(source_info_util.user_frames(traceback))
+    of_model = [f for f in frames if f.function_name.startswith(MODULE)]
     own = [f for f in frames if _IS_LIBRARY not in f.file_name]
-    return (own or frames or [None])[0]
+    return (of_model or own or frames or [None])[0]
 
 
 def at_line_of(caller: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:

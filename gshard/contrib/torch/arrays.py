@@ -1,0 +1,158 @@
+"""Operators of ATen that make, reshape and index arrays, as functions of JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.contrib.torch.pointwise import Operator
+
+
+def _expand(x: Any, size: Sequence[int], implicit: bool = False) -> Any:
+    """A size of -1 stays as it is."""
+    shape = (1,) * (len(size) - x.ndim) + x.shape
+    return jnp.broadcast_to(x, [o if n == -1 else n for n, o in zip(size, shape, strict=True)])
+
+
+def _squeeze(x: Any, dim: Any = None) -> Any:
+    dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    return lax.squeeze(x, [d for d in dims if x.ndim and x.shape[d] == 1])
+
+
+def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    first, last, step = slice(start, end, step).indices(x.shape[dim])
+    return lax.slice_in_dim(x, first, max(first, last), step, dim)
+
+
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    """torch leaves out empty tensors of one dim, whatever the others are."""
+    return jnp.concatenate([x for x in tensors if x.shape != (0,)] or tensors[:1], dim)
+
+
+def _pad(x: Any, pad: Sequence[int], value: Any = 0) -> Any:
+    """torch names the last dim first."""
+    pairs = list(zip(pad[::2], pad[1::2], strict=True))[::-1]
+    widths = [(0, 0)] * (x.ndim - len(pairs)) + pairs
+    return lax.pad(x, jnp.asarray(value, x.dtype), [(low, high, 0) for low, high in widths])
+
+
+def _unfold(x: Any, dim: int, size: int, step: int) -> Any:
+    """Windows along a dim, which become the last one."""
+    count = (x.shape[dim] - size) // step + 1
+    rows = [_slice(x, dim, n, n + (count - 1) * step + 1, step) for n in range(size)]
+    return jnp.stack(rows, -1)
+
+
+def _full(size: Sequence[int], value: Any, dtype: Any = None) -> Any:
+    return jnp.full(tuple(size), value, dtype)
+
+
+SHAPES: dict[str, Operator] = {
+    "view": jnp.reshape,
+    **dict.fromkeys(("alias", "clone", "_to_copy"), lambda x, **_: x),
+    "detach": lax.stop_gradient,
+    "copy": lambda x, src, **_: jnp.broadcast_to(src, x.shape),
+    "permute": lambda x, dims: lax.transpose(x, [d % x.ndim for d in dims]),
+    "expand": _expand,
+    "unsqueeze": jnp.expand_dims,
+    "squeeze": _squeeze,
+    "slice": _slice,
+    "select": lambda x, dim, index: lax.index_in_dim(x, index, dim, keepdims=False),
+    "split_with_sizes": lambda x, sizes, dim=0: lax.split(x, sizes, dim % x.ndim),
+    "cat": _cat,
+    "repeat": jnp.tile,
+    "flip": jnp.flip,
+    "unfold": _unfold,
+    "diagonal": jnp.diagonal,
+    "constant_pad_nd": _pad,
+    "arange": jnp.arange,
+    "full": _full,
+    "full_like": lambda x, value, dtype=None: jnp.full_like(x, value, dtype=dtype),
+    "scalar_tensor": lambda value, dtype=None: jnp.asarray(value, dtype),
+    "empty": lambda size, dtype=None: _full(size, 0, dtype),
+    "empty_permuted": lambda size, order, dtype=None: _full(size, 0, dtype),
+}
+
+
+def _at(x: Any, indices: Sequence[Any]) -> Any:
+    return x.at[tuple(slice(None) if index is None else index for index in indices)]
+
+
+def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    at = _at(x, indices)
+    return at.add(values) if accumulate else at.set(values)
+
+
+def _embedding(weight: Any, indices: Any, *rest: Any) -> Any:
+    return weight.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _gather(x: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
+    """It takes as much of the other dims as the index has."""
+    if x.ndim == 0:
+        return x
+    sizes = [x.shape[d] if d == dim % x.ndim else n for d, n in enumerate(index.shape)]
+    cut = x if tuple(sizes) == x.shape else x[tuple(map(slice, sizes))]
+    return jnp.take_along_axis(cut, index, dim, mode="promise_in_bounds")
+
+
+_REDUCE = {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min"}
+
+
+def _scatter(
+    x: Any, dim: int, index: Any, src: Any, reduce: str = "set", include_self: bool = True
+) -> Any:
+    if reduce == "mean" or not include_self:
+        raise NotImplementedError(f"scatter_reduce by {reduce!r}, include_self={include_self}")
+    at = [lax.broadcasted_iota(jnp.int32, index.shape, d) for d in range(x.ndim)]
+    at[dim] = index
+    if getattr(src, "ndim", 0):
+        src = src[tuple(map(slice, index.shape))]
+    return getattr(x.at[tuple(at)], _REDUCE.get(reduce, reduce))(src)
+
+
+def _sort(x: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
+    """Values and where they were; a descending order is the ascending one of negated keys."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int32)
+    negated = jnp.negative if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.invert
+    places = lax.broadcasted_iota(jnp.int32, x.shape, dim % x.ndim)
+    keys = negated(x) if descending else x
+    values, order = lax.sort((keys, places), dimension=dim % x.ndim, is_stable=True, num_keys=1)
+    return negated(values) if descending else values, order
+
+
+def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if not largest:
+        return [_slice(found, dim, 0, k) for found in _sort(x, dim)]
+    return [jnp.moveaxis(found, -1, dim) for found in lax.top_k(jnp.moveaxis(x, dim, -1), k)]
+
+
+def _histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+    """Counts, by comparing with each bin: a sum over elements, which may be sharded."""
+    if min == max:
+        raise NotImplementedError("histc without bounds, which are then those of its data")
+    x = x.reshape(-1)
+    place = jnp.where(x == max, bins - 1, jnp.floor((x - min) * (bins / (max - min))))
+    return jnp.sum(place[:, None] == jnp.arange(bins, dtype=place.dtype), 0)
+
+
+INDEXING: dict[str, Operator] = {
+    "index": lambda x, at: _at(x, at).get(mode="promise_in_bounds"),
+    "index_put": _index_put,
+    "index_select": lambda x, dim, index: jnp.take(x, index, dim, mode="clip"),
+    "embedding": _embedding,
+    "gather": _gather,
+    "scatter": _scatter,
+    "scatter_add": lambda x, dim, index, src: _scatter(x, dim, index, src, "add"),
+    "scatter_reduce": _scatter,
+    "slice_scatter": lambda x, src, dim=0, start=None, end=None, step=1: x.at[
+        (slice(None),) * (dim % x.ndim) + (slice(start, end, step),)
+    ].set(src),
+    "sort": _sort,
+    "topk": _topk,
+    "histc": _histc,
+}
