@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -53,12 +54,13 @@ class DeviceOperator:
 class LoopBodies:
     """What a loop or branch runs, and how often; as for balanced data if that depends on data.
 
+    Of branches that a schedule chooses, one runs in every tick: the slowest that any device is in.
     `scan` has the numbers of a scan's constants and carries. `copies` are operators of each run
     that a compiler adds.
     """
 
     bodies: list[Body]
-    runs: int
+    runs: list[Fraction]  # of each body, for each of the loop
     scan: tuple[int, int] | None
     copies: list[DeviceOperator]
 
@@ -93,11 +95,11 @@ class Body:
                 if operator.root.primitive is not optimization_barrier_p:  # an order, not a kernel
                     yield operator, times, around
                 continue
-            inside = times * operator.loop.runs, (*around, operator.root.eqn)
-            for body in operator.loop.bodies:
-                yield from body.walk(*inside)
+            inside = (*around, operator.root.eqn)
+            for body, runs in zip(operator.loop.bodies, operator.loop.runs, strict=True):
+                yield from body.walk(int(times * runs), inside)
             for copy in operator.loop.copies:
-                yield copy, *inside
+                yield copy, int(times * operator.loop.runs[0]), inside
 
 
 class Dataflow:

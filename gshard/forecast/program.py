@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from fractions import Fraction
 
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import scan_p
@@ -11,8 +12,10 @@ from jax.extend.core.primitives import scan_p
 from gshard.forecast.compilers import COMPILERS, fused
 from gshard.forecast.dataflow import Body, Dataflow, LoopBodies, Walked
 from gshard.forecast.ops import inlined
+from gshard.forecast.work import multiplies, product_flops
 from gshard.graph.regions import LOOPS, bodies, counts_of
 from gshard.graph.source import trips
+from gshard.graph.ticks import Ticks
 
 
 @functools.lru_cache(maxsize=512)
@@ -34,10 +37,20 @@ def body_of(jaxpr: Jaxpr, compiler: str, devices: int = 1) -> Body:
 
 def _loop(eqn: JaxprEqn, compiler: str, devices: int) -> LoopBodies:
     """The bodies of a loop or branch."""
-    runs, inner = trips(eqn), [body_of(body, compiler, devices) for body in bodies(eqn)]
+    inner = [body_of(body, compiler, devices) for body in bodies(eqn)]
+    runs = [Fraction(trips(eqn))] * len(inner)
+    if ticks := Ticks.of(eqn):
+        slowest = ticks.slowest([_work(body) for body in inner])
+        runs = [Fraction(count, ticks.runs) for count in slowest]
     scan = counts_of(eqn) if eqn.primitive is scan_p else None
     copies = COMPILERS[compiler].stacking(eqn, inner[0]) if scan else []
     return LoopBodies(inner, runs, scan, copies)
+
+
+def _work(body: Body) -> float:
+    """The operations of a body's products."""
+    walked = ((count, op) for each, count, _ in body.walk() for op in each.members)
+    return sum(count * product_flops(op) for count, op in walked if multiplies(op))
 
 
 def walk(jaxpr: Jaxpr, compiler: str, devices: int = 1) -> Iterator[Walked]:

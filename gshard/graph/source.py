@@ -18,6 +18,7 @@ from gshard.graph.regions import runs_of
 
 _PACKAGE = Path(__file__).parents[1]
 _UNLIKELY = "gshard unlikely"
+TICKS = "gshard ticks"  # begins the marks of `graph.ticks`
 _IS_LIBRARY = "site-packages"  # in the path of a file that is not the user's own
 MODULE = "module: "  # and its path: the function of a frame that has the line of a torch model
 
@@ -130,7 +131,8 @@ def scopes_of(eqns: Iterable[JaxprEqn]) -> tuple[str, ...]:
     """The names of the user's `jax.named_scope`s around operations, the outermost first."""
     parts = [part for eqn in eqns for part in eqn.source_info.name_stack.stack]
     named = [part.name for part in parts if isinstance(part, source_info_util.Scope)]
-    return tuple(name for name in named if name != _UNLIKELY and Reason.decoded(name) is None)
+    own = (_UNLIKELY, TICKS)
+    return tuple(n for n in named if not n.startswith(own) and Reason.decoded(n) is None)
 
 
 def phase_of(eqns: Iterable[JaxprEqn]) -> str:

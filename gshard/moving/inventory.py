@@ -17,7 +17,8 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from gshard.graph import bodies, text
 from gshard.graph.readable import table
 from gshard.graph.reason import Reason
-from gshard.graph.source import reason_of, source_of, trips
+from gshard.graph.source import reason_of, source_of
+from gshard.graph.ticks import runs_inside
 from gshard.moving.collectives import CollectiveNode
 from gshard.moving.costs import sent_bytes
 from gshard.moving.nodes import TensorNode, node_bytes, node_of
@@ -89,7 +90,8 @@ class Collective:
 
     `bytes` is what one device sends in one execution; `count` how often it runs. Where data decide
     that, `count` is 1, and 0 for a fallback that balanced data do not take (rows by index, experts
-    without a capacity). All branches of a conditional are counted. `source` is the user's
+    without a capacity). All branches of a conditional are counted; where the schedule of a pipeline
+    chooses one, as often as a device takes it. `source` is the user's
     operation, `why` the reason for the collective. If several values are combined, `members` has
     one entry each, with its own bytes, line and reason.
     `overlapped_with` are the lines of the products that hide it, on hardware that overlaps.
@@ -183,8 +185,7 @@ def _walk(jaxpr: Jaxpr, num_devices: int, count: int, beside: Beside) -> Iterato
             members = _members(found, combined_values(jaxpr, eqn))
             hidden = beside.get(eqn.outvars[0], ())
             yield replace(found, members=members, overlapped_with=hidden)
-        runs = count * trips(eqn)
-        for inner in bodies(eqn):
+        for inner, runs in zip(bodies(eqn), runs_inside(eqn, count), strict=True):
             yield from _walk(inner, num_devices, runs, beside)
 
 

@@ -10,23 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
 from gshard.forecast.work import product_of
 from gshard.graph.kinds import PRODUCTS
 from gshard.graph.regions import bodies, runs_of
 from gshard.graph.source import here
-from gshard.pipelining import (
-    execution,  # noqa: F401  (registers the rule)
-    schedules,
-)
-from gshard.pipelining.meaning import Bodies, Pipe, forward, pipeline_p, with_gradients
+from gshard.pipelining import execution, schedules
+from gshard.pipelining.meaning import Bodies, Pipe, pipeline_p, run
 from gshard.pipelining.passes import differentiated, floats, is_float, scored
 from gshard.pipelining.schedules import Schedule
 from gshard.tensors.annotate import Annotation, annotate, devices_of_trace
 from gshard.tensors.sharding import Sharding, Split
 
+assert execution  # importing it registers the rule
 Tree = Any
+Operands = Sequence[list[Any]]
 
 
 def pipeline(
@@ -46,42 +45,42 @@ def pipeline(
     microbatch i has the rows i, i + microbatches, and so on. With a `head`, the sum over the
     microbatches of `head(y, targets)`, a scalar or a tree of scalars; without one, the outputs of
     the last layer. It means a scan over the layers, microbatch by microbatch. `gshard.jit` runs it
-    as `schedule` says: one of `gshard.pipelining.schedules.NAMES`, or a table of your own.
+    as `schedule` says: "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto", or a table of your
+    own as text, a line for each stage (docs/howto/pipelines.md).
     """
-    chosen = _chosen(schedule, stages, microbatches)
-    traced = _Traced.of(block, weights, x, head, targets, microbatches)
-    count = devices_of_trace()
-    if count > 1 and (stages > count or count % stages):
-        raise ValueError(
-            f"{here()}: gshard.pipeline: {stages} stages on {count} devices; allowed are divisors "
-            f"of {count}"
-        )
-    positions = len(chosen.positions)
-    if traced.layers < positions:
-        raise ValueError(
-            f"{here()}: gshard.pipeline: {traced.layers} layers cannot be in {positions} parts "
-            f"({chosen.name}, {chosen.chunks} on each of {stages} stages): a part needs a layer"
-        )
-    return traced.result(_Run(chosen, traced, count)(*traced.operands))
+    try:
+        chosen = _chosen(schedule, stages, microbatches)
+        traced = _traced(block, weights, x, head, targets, microbatches)
+        count, positions = devices_of_trace(), len(chosen.positions)
+        if count > 1 and (stages > count or count % stages):
+            raise ValueError(f"{stages} stages on {count} devices; allowed are divisors of {count}")
+        if traced.layers < positions:
+            raise ValueError(
+                f"{traced.layers} layers cannot be in {positions} parts ({chosen.name}, "
+                f"{chosen.chunks} on each of {stages} stages): a part needs a layer"
+            )
+    except ValueError as error:
+        raise ValueError(f"{here()}: gshard.pipeline: {error}") from None
+    found = _Run(chosen, traced, count)(*traced.operands)
+    if head is None:
+        found = [jnp.swapaxes(y, 0, 1).reshape(-1, *y.shape[2:]) for y in found]
+    return jax.tree.unflatten(traced.results, found)
 
 
 def _chosen(schedule: str | Schedule, stages: int, microbatches: int) -> Schedule:
     """The schedule that the user named, or gave as a table."""
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value < 1:
-            raise ValueError(f"{here()}: gshard.pipeline: {name}={value}: at least 1 is allowed")
-    try:
-        if isinstance(schedule, str) and "\n" in schedule.strip():
-            schedule = schedules.parse(schedule)
-        if isinstance(schedule, str):
-            name = "zb-h1" if schedule == "auto" else schedule
-            schedule = schedules.make(name, stages, microbatches)
-    except ValueError as error:
-        raise ValueError(f"{here()}: gshard.pipeline: {error}") from None
+            raise ValueError(f"{name}={value}: at least 1 is allowed")
+    if isinstance(schedule, str) and "\n" in schedule.strip():
+        schedule = schedules.parse(schedule)
+    if isinstance(schedule, str):
+        name = "zb-h1" if schedule == "auto" else schedule
+        schedule = schedules.make(name, stages, microbatches)
     if (schedule.stages, schedule.microbatches) != (stages, microbatches):
         raise ValueError(
-            f"{here()}: gshard.pipeline: the schedule is for {schedule.stages} stages and "
-            f"{schedule.microbatches} microbatches, not for {stages} and {microbatches}"
+            f"the schedule is for {schedule.stages} stages and {schedule.microbatches} "
+            f"microbatches, not for {stages} and {microbatches}"
         )
     return schedule
 
@@ -93,61 +92,47 @@ class _Traced:
     layers: int
     block: ClosedJaxpr
     head: ClosedJaxpr | None
-    operands: tuple[list[Any], ...]  # closures, the head's, weights, inputs, targets
-    tree: Any  # of the results
-    microbatches: int
+    operands: Operands  # closures, the head's, weights, inputs, targets
+    results: Any  # their tree
 
-    @staticmethod
-    def of(
-        block: Callable[..., Any],
-        weights: Tree,
-        x: Tree,
-        head: Callable[..., Any] | None,
-        targets: Tree,
-        microbatches: int,
-    ) -> _Traced:
-        """The functions, traced for a layer and a microbatch."""
-        flat = jax.tree.leaves(weights)
-        layers = _leading(flat, "weights", "layers")
-        inputs = _microbatches(x, microbatches, "x")
-        goals = _microbatches(targets, microbatches, "targets")
-        rows = [jax.tree.leaves(part)[0].shape[1] for part in (inputs, goals) if part is not None]
-        if len(set(rows)) > 1:
-            raise ValueError(
-                f"{here()}: gshard.pipeline: x has {rows[0] * microbatches} rows, and targets "
-                f"have {rows[1] * microbatches}: the batch of both has to be one size"
-            )
-        of_layer, of_input, of_target = (
-            jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), part)
-            for part in (weights, inputs, goals)
+
+def _traced(
+    block: Callable[..., Any],
+    weights: Tree,
+    x: Tree,
+    head: Callable[..., Any] | None,
+    targets: Tree,
+    microbatches: int,
+) -> _Traced:
+    """The functions, traced for a layer and a microbatch."""
+    layers = _leading(weights, "weights", "layers")
+    inputs, goals = _cut(x, microbatches, "x"), _cut(targets, microbatches, "targets")
+    rows = [_leading(part, name, "batch") for part, name in ((x, "x"), (targets, "targets"))]
+    if targets is not None and rows[0] != rows[1]:
+        raise ValueError(f"x has {rows[0]} rows, and targets have {rows[1]}: a batch has one size")
+    of_layer, of_input, of_target = (
+        jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a)[1:], a.dtype), part)
+        for part in (weights, inputs, goals)
+    )
+    found, output = jax.make_jaxpr(block, return_shape=True)(of_layer, of_input)
+    if _described(output) != _described(of_input):
+        raise ValueError(
+            f"block returns {_described(output)}, but takes {_described(of_input)}: the next layer "
+            "could not take what it returns"
         )
-        found, output = jax.make_jaxpr(block, return_shape=True)(of_layer, of_input)
-        if _described(output) != _described(of_input):
+    scores, own = None, list[Any]()
+    if head is not None:
+        given = (output,) if targets is None else (output, of_target)
+        scores, output = jax.make_jaxpr(head, return_shape=True)(*given)
+        if any(a.shape for a in scores.out_avals):
             raise ValueError(
-                f"{here()}: gshard.pipeline: block returns {_described(output)}, but takes "
-                f"{_described(of_input)}: the next layer could not take what it returns"
+                f"head returns {_described(output)}; allowed are scalars, which are summed over "
+                "the microbatches"
             )
-        scores, own = None, list[Any]()
-        if head is not None:
-            given = (output,) if targets is None else (output, of_target)
-            scores, output = jax.make_jaxpr(head, return_shape=True)(*given)
-            if any(a.shape for a in scores.out_avals):
-                raise ValueError(
-                    f"{here()}: gshard.pipeline: head returns {_described(output)}; allowed are "
-                    "scalars, which are summed over the microbatches"
-                )
-            own = list(scores.consts)
-            scores = _without_constants(scores)
-        leaves = [jax.tree.leaves(part) for part in (inputs, goals)]
-        operands = (list(found.consts), own, flat, *leaves)
-        results = jax.tree.structure(output)
-        return _Traced(layers, _without_constants(found), scores, operands, results, microbatches)
-
-    def result(self, flat: Sequence[Any]) -> Tree:
-        """Scores, or outputs in the order of the batch, as the user's functions return them."""
-        if self.head is None:
-            flat = [jnp.swapaxes(y, 0, 1).reshape(-1, *y.shape[2:]) for y in flat]
-        return jax.tree.unflatten(self.tree, flat)
+        scores, own = _without_constants(scores), list(scores.consts)
+    leaves = (jax.tree.leaves(part) for part in (weights, inputs, goals))
+    operands = (list(found.consts), own, *leaves)
+    return _Traced(layers, _without_constants(found), scores, operands, jax.tree.structure(output))
 
 
 class _Run:
@@ -155,115 +140,90 @@ class _Run:
 
     def __init__(self, schedule: Schedule, traced: _Traced, devices: int):
         self.schedule, self.traced, self.devices = schedule, traced, devices
-        self.layers = balanced(traced.layers, len(schedule.positions), _head_layers(traced))
-        run = jax.custom_vjp(self._forward)
-        run.defvjp(self._with_residuals, self._backward, symbolic_zeros=True)
-        self._call = run
+        self.head = _flops(traced.head) / max(_flops(traced.block), 1.0)  # in layers
+        self._call = jax.custom_vjp(self._forward)
+        self._call.defvjp(self._with_residuals, self._backward, symbolic_zeros=True)
 
     def __call__(self, *operands: list[Any]) -> Any:
         return self._call(*operands)
 
-    def _pipe(self, operands: Sequence[list[Any]], schedule: Schedule) -> Pipe:
-        return Pipe(schedule, self.layers, tuple(map(len, operands)))
-
     def _forward(self, *operands: list[Any]) -> list[Any]:
-        traced = self.traced
-        pipe = self._pipe((*operands, []), schedules.forward_only(self.schedule))
-        return self._run(pipe, (traced.block, None, None, traced.head), (*operands, []))
+        passes = (self.traced.block, None, None, self.traced.head)
+        return self._run(schedules.forward_only(self.schedule), passes, (*operands, []))
 
     def _gradients(
-        self, head: ClosedJaxpr, operands: Sequence[list[Any]], cotangents: Sequence[Any]
+        self, head: ClosedJaxpr, operands: Operands, cotangents: Sequence[Any]
     ) -> list[Any]:
-        """The scores, and gradients as `meaning.with_gradients` has them."""
+        """Gradients of closures, the head's closures, weights and inputs, after the scores."""
         closures, own, weights, inputs, *_ = operands
         layer = differentiated(self.traced.block, len(closures) + len(weights))
         score = scored(head, len(own), len(inputs))
-        everything = (*operands, list(cotangents))
-        pipe = self._pipe(everything, self.schedule)
         passes = (layer.forward, layer.backward, layer.weights, score)
-        return self._run(pipe, passes, everything)
+        return self._run(self.schedule, passes, (*operands, list(cotangents)))
 
-    def _run(self, pipe: Pipe, passes: Bodies, operands: Sequence[list[Any]]) -> list[Any]:
+    def _run(self, schedule: Schedule, passes: Bodies, operands: Operands) -> list[Any]:
         """In stages where `gshard.jit` traces for several devices; otherwise what it means."""
         if self.devices == 1:
-            return (forward if passes[1] is None else with_gradients)(pipe, passes, operands)
-        closures, own, weights, inputs, targets, cotangents = operands
-        per_stage = self.devices // self.schedule.stages
-        split = Split.of(np.arange(self.devices) // per_stage)
-        staged = [annotate(w, _by_stage(split, w.ndim, self.devices)) for w in pipe.staged(weights)]
-        flat = [*closures, *own, *staged, *inputs, *targets, *cotangents]
-        results = pipeline_p.bind(*flat, pipe=pipe, bodies=passes)
-        if passes[1] is None:
-            return results
+            schedule = schedules.make("1f1b", 1, schedule.microbatches)
+        layers = balanced(self.traced.layers, len(schedule.positions), self.head)
+        pipe = Pipe(schedule, layers, tuple(map(len, operands)), self.head)
+        closures, own, weights, inputs, *rest = operands
+        others = (*inputs, *(array for part in rest for array in part))
+        if self.devices == 1:
+            return run(*closures, *own, *weights, *others, pipe=pipe, bodies=passes)
+        staged = map(self._by_stage, pipe.taken(weights, pipe.rows))
+        results = pipeline_p.bind(*closures, *own, *staged, *others, pipe=pipe, bodies=passes)
         last = len(results) - len(floats(inputs))
-        first = last - len(floats(weights))
-        rows = [annotate(g, _by_stage(split, g.ndim, self.devices)) for g in results[first:last]]
-        return [*results[:first], *pipe.unstaged(rows), *results[last:]]
+        first = last - len(floats(weights)) if passes[1] else last
+        rows = list(map(self._by_stage, results[first:last]))
+        return [*results[:first], *pipe.taken(rows, pipe.places), *results[last:]]
+
+    def _by_stage(self, rows: Any) -> Any:
+        """Weights, or their gradients, annotated: every stage has its own rows."""
+        split = Split.of(np.arange(self.devices) * self.schedule.stages // self.devices)
+        sharding = Sharding((split, *(None,) * (rows.ndim - 1)), self.devices)
+        dims = tuple(range(1, rows.ndim))
+        return annotate(rows, Annotation.of_sharding("pipeline", sharding, dims))
 
     def _with_residuals(self, *marked: Any) -> tuple[Any, Any]:
-        """Where one score has a gradient, all gradients at once; they are scaled afterwards."""
-        operands = jax.tree.map(lambda primal: primal.value, marked, is_leaf=_is_primal)
-        if any(
-            p.perturbed and is_float(p.value)
-            for p in jax.tree.leaves(marked[4], is_leaf=_is_primal)
-        ):
+        """Where one score is a float, all gradients at once; they are scaled afterwards.
+
+        Where several are, their gradients are taken when their cotangents are known, in a second
+        run: as for outputs, whose cotangents are the targets of a head that multiplies by them.
+        """
+        operands = [[primal.value for primal in part] for part in marked]
+        if any(primal.perturbed and is_float(primal.value) for primal in marked[4]):
             raise ValueError(
                 f"{here()}: gshard.pipeline: targets have no gradient; wrap them in "
                 "jax.lax.stop_gradient, or take them out of what is differentiated"
             )
         head = self.traced.head
-        sensitive = _sensitive(head, self.traced.operands) if head is not None else []
-        if head is None or sum(sensitive) > 1:
+        if head is None or len(floats(head.out_avals)) != 1:
             return self._forward(*operands), (operands, None)
-        chosen = [s for s, a in zip(sensitive, head.out_avals, strict=True) if is_float(a)]
-        cotangents = [
-            jnp.asarray(s, a.dtype) for s, a in zip(chosen, floats(head.out_avals), strict=True)
-        ]
-        results = self._gradients(head, operands, cotangents)
-        scores = len(head.out_avals)
+        ones = [jnp.ones((), a.dtype) for a in floats(head.out_avals)]
+        results, scores = self._gradients(head, operands, ones), len(head.out_avals)
         return results[:scores], (operands, results[scores:])
 
     def _backward(self, residuals: Any, cotangents: Any) -> Any:
         operands, gradients = residuals
-        head, found = self.traced.head, list(map(_plain, cotangents))
+        found, head = [_plain(c) for c in cotangents if is_float(c)], self.traced.head
         if head is None:
-            operands = (*operands[:4], floats(found))
             outputs = [jax.ShapeDtypeStruct(y.shape[1:], y.dtype) for y in operands[3]]
-            found, head = [jnp.float32(1)], _product(outputs)
-            operands = (operands[0], [], *operands[2:])
-            gradients = self._gradients(head, operands, found)[1:]
+            operands = [operands[0], [], *operands[2:4], found]
+            gradients = self._gradients(_product(outputs), operands, [jnp.float32(1)])[1:]
         elif gradients is None:
-            scores = len(head.out_avals)
-            gradients = self._gradients(head, operands, floats(found))[scores:]
+            gradients = self._gradients(head, operands, found)[len(head.out_avals) :]
         else:
-            sensitive = _sensitive(head, self.traced.operands)
-            scale = [c for c, s in zip(found, sensitive, strict=True) if s]
-            gradients = [
-                g * c.astype(g.dtype) for g in gradients for c in scale or [jnp.float32(0)]
-            ]
+            gradients = [g * found[0].astype(g.dtype) for g in gradients]
         left = iter(gradients)
         own = [[next(left) if is_float(a) else None for a in part] for part in operands[:4]]
         return (*own, [None] * len(self.traced.operands[4]))
 
 
-def _is_primal(value: Any) -> bool:
-    return hasattr(value, "perturbed")
-
-
 def _plain(cotangent: Any) -> Any:
     """A cotangent as an array."""
-    if isinstance(cotangent, SymbolicZero):
-        return (
-            jnp.zeros(cotangent.shape, jnp.result_type(cotangent.dtype))
-            if is_float(cotangent)
-            else cotangent
-        )
-    return cotangent
-
-
-def _by_stage(split: Split | None, rank: int, devices: int) -> Annotation:
-    sharding = Sharding((split, *(None,) * (rank - 1)), devices)
-    return Annotation.of_sharding("pipeline", sharding, tuple(range(1, rank)))
+    is_zero = isinstance(cotangent, SymbolicZero)
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
 
 
 def _product(outputs: Sequence[Any]) -> ClosedJaxpr:
@@ -274,33 +234,6 @@ def _product(outputs: Sequence[Any]) -> ClosedJaxpr:
         return sum(jnp.sum(y * c).astype(jnp.float32) for y, c in pairs)
 
     return jax.make_jaxpr(product)(list(outputs), floats(outputs))
-
-
-def _sensitive(head: ClosedJaxpr, operands: Sequence[list[Any]]) -> list[bool]:
-    """Which scores have a gradient."""
-    fixed = len(operands[1]) + len(operands[3])
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in head.in_avals]
-    run = jaxpr_as_fun(head)
-
-    def tangents(given: list[Any], changes: list[Any]) -> list[Any]:
-        def of_floats(*varying: Any) -> list[Any]:
-            left = iter(varying)
-            own = [next(left) if is_float(a) else a for a in given[:fixed]]
-            return floats(run(*own, *given[fixed:]))
-
-        return jax.jvp(of_floats, floats(given[:fixed]), changes)[1]
-
-    traced = jax.make_jaxpr(tangents)(structs, floats(structs[:fixed])).jaxpr
-    reached = set(traced.invars[len(structs) :])
-    for eqn in traced.eqns:
-        if any(not isinstance(a, Literal) and a in reached for a in eqn.invars):
-            reached.update(eqn.outvars)
-    left = iter(traced.outvars)
-    return [is_float(a) and _in(next(left), reached) for a in head.out_avals]
-
-
-def _in(atom: Any, found: set[Any]) -> bool:
-    return not isinstance(atom, Literal) and atom in found
 
 
 def balanced(layers: int, positions: int, head: float) -> tuple[int, ...]:
@@ -319,51 +252,36 @@ def balanced(layers: int, positions: int, head: float) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _head_layers(traced: _Traced) -> float:
-    """What the head costs, in layers, by the operations of their products."""
-    if traced.head is None:
-        return 0.0
-    return _flops(traced.head.jaxpr) / max(_flops(traced.block.jaxpr), 1.0)
-
-
-def _flops(jaxpr: Any) -> float:
-    own = sum(product_of(eqn).flops for eqn in jaxpr.eqns if eqn.primitive in PRODUCTS)
-    return own + sum(runs_of(eqn) * _flops(body) for eqn in jaxpr.eqns for body in bodies(eqn))
+def _flops(program: Any) -> float:
+    """The operations of a program's products."""
+    eqns = program.eqns if program is not None else ()
+    own = sum(product_of(eqn).flops for eqn in eqns if eqn.primitive in PRODUCTS)
+    return float(own + sum(runs_of(eqn) * _flops(body) for eqn in eqns for body in bodies(eqn)))
 
 
 def _without_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The program with its constants as first arguments."""
-    jaxpr = closed.jaxpr
-    moved = jaxpr.replace(
-        constvars=[],
-        invars=[*jaxpr.constvars, *jaxpr.invars],
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-    return ClosedJaxpr(moved, [])
+    jaxpr, unnamed = closed.jaxpr, closed.jaxpr.debug_info.with_unknown_names()
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    return ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars, debug_info=unnamed), [])
 
 
-def _leading(leaves: Sequence[Any], name: str, what: str) -> int:
+def _leading(tree: Tree, name: str, what: str) -> int:
+    leaves = jax.tree.leaves(tree)
     sizes = {np.shape(leaf)[:1] for leaf in leaves}
-    if len(sizes) != 1 or () in sizes:
-        shapes = sorted({str(np.shape(leaf)) for leaf in leaves})
+    if tree is not None and (len(sizes) != 1 or () in sizes):
+        shapes = ", ".join(sorted({str(np.shape(leaf)) for leaf in leaves})) or "none"
         raise ValueError(
-            f"{here()}: gshard.pipeline: {name} have the shapes {', '.join(shapes) or 'none'}: the "
-            f"leading dim of all has to be the {what}"
+            f"{name} have the shapes {shapes}: the leading dim of all has to be the {what}"
         )
-    ((size,),) = sizes
-    return int(size)
+    return int(next(iter(sizes))[0]) if sizes else 0
 
 
-def _microbatches(tree: Tree, count: int, name: str) -> Tree:
+def _cut(tree: Tree, count: int, name: str) -> Tree:
     """A batch as [microbatch, row of it, ...]; tiles of the batch have rows of each microbatch."""
-    if tree is None:
-        return None
-    rows = _leading(jax.tree.leaves(tree), name, "batch")
+    rows = _leading(tree, name, "batch")
     if rows % count:
-        raise ValueError(
-            f"{here()}: gshard.pipeline: the {rows} rows of {name} do not divide into {count} "
-            "microbatches"
-        )
+        raise ValueError(f"the {rows} rows of {name} do not divide into {count} microbatches")
     return jax.tree.map(
         lambda a: jnp.swapaxes(a.reshape(rows // count, count, *np.shape(a)[1:]), 0, 1), tree
     )

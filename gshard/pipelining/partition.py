@@ -19,6 +19,7 @@ from gshard.graph.history import History
 from gshard.graph.reason import Reason
 from gshard.graph.regions import map_bodies
 from gshard.graph.source import source_of
+from gshard.pipelining.machine import Pass
 from gshard.planning.planner import Planner
 from gshard.propagation.propagate import Propagated
 from gshard.propagation.stage import Known, shard
@@ -61,9 +62,10 @@ class Piece:
     sums: Mapping[int, float]  # results that may be unreduced
     results: Sequence[Type]
 
-    def __call__(self, *arrays: Any) -> list[Any]:
-        """What a device has of the results."""
-        return [t.array for t in self.run(arrays)]
+    def as_pass(self) -> Pass:
+        """As a function of what a device has."""
+        types = [jax.ShapeDtypeStruct(t.local, t.dtype) for t in self.results]
+        return Pass(lambda *arrays: [t.array for t in self.run(arrays)], types)
 
     def run(self, arrays: Sequence[Any]) -> list[Tile]:
         """The results, the first ones under the shardings that are wanted."""
@@ -142,11 +144,10 @@ class Stages:
         unreduced = tuple(s for s in map(self.everywhere, kind.sharding.unreduced) if s)
         return Sharding(splits, self.devices, False, unreduced)
 
-    def placed(self, tile: Tile, kind: Type, by_stage: bool, lead: int | None) -> Tile:
-        """An operand on all devices, as the stages need it."""
-        leading = () if lead == 0 else (self.split if by_stage else None,)
+    def placed(self, tile: Tile, kind: Type, *lead: Split | None) -> Any:
+        """What a device has of an operand, as the stages need it."""
         reason = Reason("operand", "pipeline")
-        return self.ctx.reshard(tile, self.outside(kind, *leading), reason)
+        return self.ctx.reshard(tile, self.outside(kind, *lead), reason).array
 
     def summed(self, array: Any, kind: Type) -> Tile:
         """A value that is the sum of what the stages have."""

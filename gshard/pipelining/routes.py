@@ -15,6 +15,7 @@ from gshard.pipelining.schedules import B, F, Schedule, W, Work
 
 HEAD = 4  # the forward pass of the last position, and the head after it
 LOCAL = "local"
+Pairs = tuple[tuple[int, int], ...]
 Interval = tuple[int, int]  # the tick in which a value is stored, and the last that reads it
 
 
@@ -23,9 +24,10 @@ class Routes:
     """What every stage does in every tick, each a table of integers, [ticks, stages].
 
     `op` is the operation, with `HEAD` for the last forward pass. `inbox`, `saved` and `kept` are
-    the slots that it reads or writes. `send[channel]` are the pairs of stages that a channel
-    connects, and `receive[channel]` the slots for what arrives; the one after the last is for what
-    nobody needs.
+    the slots that it reads or writes. `send[channel]` are the sets of pairs of stages that have
+    something to send at the same time, each an open chain; `sends[channel]` is the number of such a
+    set for every tick, 0 for none. `receive[channel]` are the slots for what arrives; the one after
+    the last is for what nobody needs.
     """
 
     op: np.ndarray
@@ -35,7 +37,8 @@ class Routes:
     inbox: np.ndarray
     saved: np.ndarray
     kept: np.ndarray
-    send: dict[str, tuple[tuple[int, int], ...]]
+    send: dict[str, list[Pairs]]
+    sends: dict[str, np.ndarray]
     receive: dict[str, np.ndarray]
     slots: tuple[int, int, int]  # of the inbox, of residuals, of what weight gradients need
 
@@ -60,19 +63,24 @@ def route(schedule: Schedule) -> Routes:
     messages = [(made, read) for made, read in messages if read in when]
     stored = [(positions[read[1]][0], (when[made], when[read])) for made, read in messages]
     slots, count = _assigned(stored, schedule.stages)
-    send: dict[str, dict[tuple[int, int], None]] = {}
+    pairs: dict[str, list[list[tuple[int, int]]]] = {}
     receive: dict[str, np.ndarray] = {}
     for (made, read), slot in zip(messages, slots, strict=True):
         source, to = positions[made[1]][0], positions[read[1]][0]
         channel = _channel(source, to)
-        send.setdefault(channel, {})[source, to] = None
+        pairs.setdefault(channel, [[] for _ in schedule.table])[when[made]].append((source, to))
         receive.setdefault(channel, np.full(shape, count))[when[made], to] = slot
         inbox[when[read], to] = slot
     saved, residuals = _between(schedule, F, B, shape)
     kept, pending = _between(schedule, B, W, shape)
-    pairs = {channel: tuple(sorted(found)) for channel, found in send.items()}
+    send: dict[str, list[Pairs]] = {}
+    sends: dict[str, np.ndarray] = {}
+    for channel, by_tick in pairs.items():
+        sets = [tuple(sorted(found)) for found in by_tick]
+        send[channel] = sorted({(), *sets})
+        sends[channel] = np.array([send[channel].index(found) for found in sets])
     tables = op, chunk, microbatch, first, inbox, saved, kept
-    return Routes(*tables, pairs, receive, (count, residuals, pending))
+    return Routes(*tables, send, sends, receive, (count, residuals, pending))
 
 
 def _channel(source: int, to: int) -> str:

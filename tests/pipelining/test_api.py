@@ -31,7 +31,7 @@ def call(weights=WEIGHTS, x=X, block=dense, head=loss_of, targets=TARGETS, **set
             {"schedule": "F0 .  .  B0 W0\n.  F0 B0 W0 ."},
             "for 2 stages and 1 microbatches, not for 2 an",
         ),
-        ({"targets": TARGETS[:4]}, "x has 8 rows, and targets have 4"),
+        ({"targets": TARGETS[:4]}, "x has 8 rows, and targets have 4: a batch"),
         ({"weights": {**WEIGHTS, "in": WEIGHTS["in"][:3]}}, "the leading dim of all has to be the"),
     ],
 )

@@ -34,7 +34,8 @@ def test_a_mesh_of_stages_and_data():
     arguments = make_dense(layers=6, batch=16)
     lowered = compare(block, arguments, stages=4, microbatches=8, schedule="zb-h1")
     permutes = [c for c in lowered.collectives if c.kind == "collective_permute"]
-    assert {c.bytes for c in permutes} == {1 * 8 * 4}  # of a microbatch's 2 rows, one a device
+    # A microbatch has 2 rows, one on each device of a stage: there and back once, as it must.
+    assert sum(c.total_bytes for c in permutes) == 2 * 8 * (1 * 8 * 4)
     inside = [c for c in lowered.collectives if c.kind != "collective_permute" and c.count > 1]
     assert not inside, inside
 
@@ -111,3 +112,10 @@ def test_memory_is_constant_in_the_microbatches():
     for name in ("1f1b", "zb-h1"):
         assert found[name, 32] <= found[name, 8] + 4096, found
     assert found["gpipe", 32] > 1.5 * found["gpipe", 8], found
+
+
+@pytest.mark.slow
+def test_a_check_compares_a_pipeline_with_its_meaning():
+    arguments = make_dense(layers=2, batch=4)
+    loss = piped(dense, stages=2, microbatches=2, schedule="1f1b")
+    assert gshard.check(jax.value_and_grad(loss), *arguments, devices=2).ok

@@ -37,13 +37,14 @@ def test_a_machine_of_slots_reads_what_it_should(name, stages, rounds, alone):
                 assert kept[stage].pop(slots[2]) == (here, m)
             if op != IDLE:
                 done.add((F if op == HEAD else op, here, m))
-        for channel, pairs in routes.send.items():
+        for channel, sets in routes.send.items():
+            pairs = sets[routes.sends[channel][tick]]
             assert channel == LOCAL or all(a != b for a, b in pairs)
             for a, b in pairs:
                 slot = routes.receive[channel][tick, b]
-                if slot < routes.slots[0]:
-                    assert slot not in inbox[b]
-                    inbox[b][slot] = sent[a]
+                assert slot < routes.slots[0]
+                assert slot not in inbox[b]
+                inbox[b][slot] = sent[a]
     assert done == set(schedule.when)
     assert not any(inbox)
     assert not any(kept)

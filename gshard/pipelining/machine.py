@@ -1,0 +1,226 @@
+"""What a stage does in a tick, on what one device has: forward, backward, weight gradients.
+
+A stage has buffers of slots for what waits, and sums. With one slot of each, and these operations
+one after the other for every microbatch, it is what a pipeline means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.pipelining.passes import floats, is_float
+from gshard.tensors import padding
+from gshard.tensors.keys import is_key_type
+
+Arrays = list[Any]
+
+
+class State(NamedTuple):
+    """What a stage has between two ticks."""
+
+    inbox: Arrays  # slots: received, residuals, what weight gradients need
+    saved: Arrays
+    kept: Arrays
+    scores: Arrays  # sums: scores, and gradients of closures, of the head's, of weights
+    closures: Arrays
+    own: Arrays
+    weights: Arrays
+    batch: Arrays  # gradients of the inputs, or outputs, by microbatch
+
+
+class Row(NamedTuple):
+    """What a stage does in a tick: its operation, and the slots that it reads and writes."""
+
+    op: Any
+    chunk: Any
+    microbatch: Any
+    first: Any  # whether its input is from the batch
+    inbox: Any
+    saved: Any
+    kept: Any
+    layers: Any  # that the chunk has
+    batch: Any  # the microbatch whose gradient leaves the pipeline, if one does
+    receive: tuple[Any, ...] = ()  # a slot for each channel
+    sends: tuple[Any, ...] = ()  # which stages send on each channel
+
+
+class Pass(NamedTuple):
+    """A pass of a layer, or the head, as a function of arrays; the types of its results."""
+
+    run: Callable[..., Arrays]
+    results: Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """One stage. `arrays` are the operands of each kind, weights as [chunk, layer, ...].
+
+    `layers` are the numbers of layers of all chunks, of this stage and others.
+    """
+
+    passes: Sequence[Pass | None]  # of `passes.Layer`, and the head
+    arrays: Sequence[Arrays]
+    layers: Sequence[int]
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether there are no gradients."""
+        return self.passes[1] is None
+
+    def start(self, slots: tuple[int, int, int], microbatches: int) -> State:
+        """Empty slots, so many of each kind, and sums of nothing."""
+        inputs = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.arrays[3]]
+        (messages, residuals, pending), most = slots, max(self.layers)
+        inbox = _made(_unused, inputs, messages)
+        ahead, behind, late, head = self.passes
+        if not (ahead and behind and late):
+            scores = _made(_zeros, head.results) if head else []
+            outputs = [] if head else _made(_zeros, inputs, microbatches)
+            return State(inbox, [], [], scores, [], [], [], outputs)
+        assert head
+        closures, own, gradients = (len(floats(part)) for part in (*self.arrays[:2], inputs))
+        first = len(head.results) - own - gradients
+        return State(
+            inbox,
+            _made(_unused, ahead.results[len(inputs) :], residuals, most),
+            _made(_unused, behind.results[gradients:], pending, most),
+            _made(_zeros, head.results[:first]),
+            _made(_zeros, late.results[:closures]),
+            _made(_zeros, head.results[first : first + own]),
+            _made(_zeros, late.results[closures:], len(self.arrays[2][0]), most),
+            _made(_zeros, floats(inputs), microbatches + 1),
+        )
+
+    def results(self, end: State, microbatches: int) -> Arrays:
+        """Scores and gradients, of weights by row; or what there is without gradients."""
+        rows = [w.reshape(-1, *w.shape[2:]) for w in end.weights]
+        batch = [x[:microbatches] for x in end.batch]
+        return [*end.scores, *end.closures, *end.own, *rows, *batch]
+
+    def idle(self, row: Row, state: State) -> tuple[Arrays, State]:
+        """Nothing."""
+        return self.message(), state
+
+    def forward(self, row: Row, state: State) -> tuple[Arrays, State]:
+        """F: the output is handed on, residuals are saved."""
+        pairs = zip(self.arrays[3], state.inbox, strict=True)
+        x = [jnp.where(row.first == 1, _at(a, row.microbatch), _at(b, row.inbox)) for a, b in pairs]
+
+        def one(x: Arrays, weights: Arrays) -> tuple[Arrays, Arrays]:
+            return _cut(self._run(0, weights, x), len(x))
+
+        y, residuals = self._layers(one, x, (self._chunk(row),), row.layers)
+        saved = [] if self.forward_only else put(state.saved, residuals, row.saved)
+        return y, state._replace(saved=saved)
+
+    def last_forward(self, row: Row, state: State) -> tuple[Arrays, State]:
+        """F at the last position, and the head: the gradient is handed on to B of this stage."""
+        y, state = self.forward(row, state)
+        head = self.passes[3]
+        if head is None:
+            return self.message(), state._replace(batch=put(state.batch, y, row.microbatch))
+        targets = [_at(t, row.microbatch) for t in self.arrays[4]]
+        found = head.run(*self.arrays[1], *y, *targets, *self.arrays[5])
+        scores, rest = _cut(found, len(state.scores))
+        own, gradient = _cut(rest, len(state.own))
+        state = state._replace(scores=_added(state.scores, scores), own=_added(state.own, own))
+        return self.message(gradient), state
+
+    def backward(self, row: Row, state: State) -> tuple[Arrays, State]:
+        """B: the gradient of the input is handed on."""
+        gradient = [_at(b, row.inbox) for b in floats(state.inbox)]
+        saved = [_at(b, row.saved) for b in state.saved]
+
+        def one(g: Arrays, weights: Arrays, residuals: Arrays) -> tuple[Arrays, Arrays]:
+            return _cut(self._run(1, weights, residuals, g), len(g))
+
+        rows = (self._chunk(row), saved)
+        gradient, kept = self._layers(one, gradient, rows, row.layers, reverse=True)
+        return self.message(gradient), state._replace(kept=put(state.kept, kept, row.kept))
+
+    def late_gradients(self, row: Row, state: State) -> tuple[Arrays, State]:
+        """W: gradients are added to the sums."""
+
+        def one(sums: Arrays, weights: Arrays, needed: Arrays) -> tuple[Arrays, Arrays]:
+            closures, gradients = _cut(self._run(2, weights, needed), len(sums))
+            return _added(sums, closures), gradients
+
+        rows = (self._chunk(row), [_at(b, row.kept) for b in state.kept])
+        closures, found = self._layers(one, state.closures, rows, row.layers)
+        before = [_at(b, row.chunk) for b in state.weights]
+        weights = put(state.weights, _added(before, found), row.chunk)
+        return self.message(), state._replace(closures=closures, weights=weights)
+
+    def message(self, gradient: Sequence[Any] = ()) -> Arrays:
+        """A gradient, or nothing, as something to hand on: of the types of an input."""
+        left = iter(gradient)
+        return [
+            next(left) if gradient and is_float(x) else _unused(x.shape[1:], x.dtype)
+            for x in self.arrays[3]
+        ]
+
+    def _chunk(self, row: Row) -> Arrays:
+        return [_at(w, row.chunk) for w in self.arrays[2]]
+
+    def _run(self, number: int, *operands: Arrays) -> Arrays:
+        chosen = self.passes[number]
+        assert chosen
+        return chosen.run(*self.arrays[0], *(array for part in operands for array in part))
+
+    def _layers(
+        self,
+        run: Callable[..., tuple[Arrays, Arrays]],
+        carried: Arrays,
+        rows: tuple[Arrays, ...],
+        count: Any,
+        reverse: bool = False,
+    ) -> tuple[Arrays, Arrays]:
+        """`run` for every layer of a chunk, one after the other; rows after `count` are padding."""
+
+        def one(carried: Arrays, row: tuple[Any, ...]) -> tuple[Arrays, Arrays]:
+            *layer, number = row
+            if len(set(self.layers)) == 1:
+                return run(carried, *layer)
+            made = jax.eval_shape(run, carried, *layer)[1]
+            nothing = carried, [_zeros(a.shape, a.dtype) for a in made]
+            return lax.cond(number < count, lambda: run(carried, *layer), lambda: nothing)
+
+        return lax.scan(one, carried, (*rows, np.arange(max(self.layers))), reverse=reverse)
+
+
+def put(buffers: Arrays, values: Sequence[Any], slot: Any) -> Arrays:
+    """The buffers with values in a slot of each."""
+    pairs = zip(buffers, values, strict=True)
+    return [lax.dynamic_update_index_in_dim(b, v, slot, 0) for b, v in pairs]
+
+
+def _at(buffer: Any, number: Any) -> jax.Array:
+    return lax.dynamic_index_in_dim(buffer, number, 0, keepdims=False)
+
+
+def _cut(values: Arrays, first: int) -> tuple[Arrays, Arrays]:
+    return values[:first], values[first:]
+
+
+def _added(sums: Sequence[Any], values: Sequence[Any]) -> Arrays:
+    return [a + b for a, b in zip(sums, values, strict=True)]
+
+
+def _made(fill: Callable[..., Any], types: Sequence[Any], *count: int) -> Arrays:
+    return [fill((*count, *t.shape), t.dtype) for t in types]
+
+
+def _zeros(shape: Sequence[int], dtype: Any) -> jax.Array:
+    return lax.full(tuple(shape), 0, dtype)
+
+
+def _unused(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """What nothing reads before it is written."""
+    return _zeros(shape, dtype) if is_key_type(dtype) else padding.filled(shape, dtype)
