@@ -41,8 +41,8 @@ from gshard._jax import (
 from gshard.capture.expand import expand
 from gshard.capture.partly_manual import for_stacks, on_stacks
 from gshard.capture.placement import DeviceOrder
-from gshard.graph import CALLS, map_bodies
-from gshard.graph.regions import FLATTENED, as_closed, walk
+from gshard.graph import CALLS, LOOPS, map_bodies
+from gshard.graph.regions import MEANINGS, as_closed, walk
 from gshard.graph.source import at_line_of, source_of
 from gshard.tensors.annotate import Annotation, annotate_p
 from gshard.tensors.manual import to_auto_p, to_manual_p
@@ -158,7 +158,7 @@ class _Builder:
         if (expanded := expand(eqn)) is not None:
             return self.inline(expanded, invars)
         outvars = [_fresh(v) for v in eqn.outvars]
-        if eqn.primitive in FLATTENED:
+        if eqn.primitive in LOOPS or eqn.primitive in MEANINGS:
             eqn = map_bodies(
                 eqn, lambda body: _Builder(self.order, self.axes, self.region).body(body)
             )

@@ -54,7 +54,7 @@ class DeviceOperator:
 class LoopBodies:
     """What a loop or branch runs, and how often; as for balanced data if that depends on data.
 
-    Of branches that a schedule chooses, one runs in every tick: the slowest that any device is in.
+    Where a schedule chooses branches, the slowest that any device is in counts in every tick.
     `scan` has the numbers of a scan's constants and carries. `copies` are operators of each run
     that a compiler adds.
     """

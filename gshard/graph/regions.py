@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, jaxprs_in_params
 from jax.extend.core import primitives as p
 
 from gshard._jax import COMPOSITE_BODY, private_primitives, remat_p, scan_counts
@@ -29,7 +29,8 @@ CALLS = {
     **dict.fromkeys(private_primitives("lax.lax", "composite_p"), COMPOSITE_BODY),
 }
 LOOPS = (p.scan_p, p.while_p, p.cond_p)  # their bodies are partitioned like any program
-FLATTENED = {*LOOPS}  # their bodies are flattened; packages above add operators of their own
+# Operators of packages above that have bodies, and the program that each equation stands for.
+MEANINGS: dict[Primitive, Callable[[JaxprEqn], ClosedJaxpr]] = {}
 
 P = ParamSpec("P")
 Link = tuple[Any, Any, int]  # two variables with the same dims; the first has `int` more, leading
@@ -50,6 +51,8 @@ def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
     A linear solve runs one of its programs, on some of the operands: it is no call of that kind.
     """
+    if eqn.primitive in MEANINGS:
+        return MEANINGS[eqn.primitive](eqn)
     if eqn.primitive not in CALLS or eqn.primitive is p.linear_solve_p:
         return None
     return as_closed(eqn.params[CALLS[eqn.primitive]])

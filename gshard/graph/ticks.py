@@ -31,7 +31,7 @@ class Ticks(NamedTuple):
 
     @staticmethod
     def of(eqn: JaxprEqn) -> Ticks | None:
-        """Those of a conditional that was made in such a scope."""
+        """The ticks of a conditional that was made in such a scope."""
         stack = eqn.source_info.name_stack.stack if eqn.primitive is cond_p else ()
         for part in reversed(stack):
             tag, *parts = getattr(part, "name", "").split("|")
@@ -42,7 +42,7 @@ class Ticks(NamedTuple):
 
     @property
     def runs(self) -> int:
-        """Those of the loop."""
+        """How often the loop runs."""
         return sum(self.together.values())
 
     def slowest(self, costs: Sequence[float]) -> list[int]:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 
 from gshard._jax import ad, batching, mlir
-from gshard.graph.regions import FLATTENED
+from gshard.graph.regions import MEANINGS
 from gshard.pipelining.machine import Machine, Pass, Row, State, put
 from gshard.pipelining.passes import floats
 from gshard.pipelining.schedules import Schedule
@@ -78,7 +78,6 @@ class Pipe:
 
 pipeline_p = Primitive("pipeline")
 pipeline_p.multiple_results = True
-FLATTENED.add(pipeline_p)
 
 
 def run(*flat: Any, pipe: Pipe, bodies: Bodies) -> list[Any]:
@@ -106,11 +105,14 @@ def run(*flat: Any, pipe: Pipe, bodies: Bodies) -> list[Any]:
     return machine.results(end, count)
 
 
-@pipeline_p.def_abstract_eval
-def _results(*avals: Any, pipe: Pipe, bodies: Bodies) -> list[Any]:
-    structs = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
-    shapes = jax.eval_shape(lambda *flat: run(*flat, pipe=pipe, bodies=bodies), *structs)
-    return [jax.core.ShapedArray(s.shape, s.dtype) for s in shapes]
+def program(avals: Sequence[Any], params: Any) -> ClosedJaxpr:
+    """What the operator stands for."""
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    return jax.make_jaxpr(lambda *flat: run(*flat, **params))(*structs)
+
+
+MEANINGS[pipeline_p] = lambda eqn: program([a.aval for a in eqn.invars], eqn.params)
+pipeline_p.def_abstract_eval(lambda *avals, **params: program(avals, params).out_avals)
 
 
 def _batched(args: Any, dims: Any, **params: Any) -> Any:
