@@ -27,7 +27,7 @@ from gshard.mt.decoding.search import (
     Continuations,
     FlatSearch,
     Live,
-    State,
+    SearchState,
     Translations,
 )
 from gshard.nn.attention import Buffers
@@ -71,7 +71,7 @@ def reordering_beam_search(
     search = FlatSearch(config, JAX, step)
     beams = search.start(jnp.any(real_BL, axis=1), jnp.full(B, T, jnp.int32))
     cache = model.start_decoding(jnp.repeat(memory_BLM, K, axis=0), T)
-    first = State(jnp.asarray(0, jnp.int32), beams, cache)
+    first = SearchState(jnp.asarray(0, jnp.int32), beams, cache)
     final = jax.lax.while_loop(lambda s: ~jnp.all(s.beams.done), search.advance, first)
     return search.found(final)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,12 +68,15 @@ def sizes(root: Path) -> dict[str, Size]:
 def habits(root: Path) -> dict[str, int]:
     """How often the code does what it should rather not."""
     names = dictionaries = 0
+    classes: Counter[str] = Counter()
     for path in sorted((root / "gshard").rglob("*.py")):
         tree = ast.parse(path.read_text())
         names += sum(map(_compares_names, ast.walk(tree)))
+        classes.update({n.name.lstrip("_") for n in tree.body if isinstance(n, ast.ClassDef)})
         stages = path.relative_to(root / "gshard").parts[0] in ("planning", "rules")
         dictionaries += sum(map(_is_store, tree.body)) if stages else 0
     return {
+        "class names that several modules define": sum(n > 1 for n in classes.values()),
         "comparisons with `primitive.name`": names,
         "module-level dictionaries that are written to, in `planning` and `rules`": dictionaries,
     }

@@ -29,7 +29,7 @@ from gshard.mt.batching.tokens import TaskTokens, open_task, some_of
 from gshard.mt.config import RunConfig
 from gshard.mt.presets import preset
 from gshard.mt.training.guard import Guard
-from gshard.mt.training.programs import Figures, Programs, RunState, Setup, make_optimizer
+from gshard.mt.training.programs import Programs, RunState, Setup, StepFigures, make_optimizer
 from gshard.nn import TrainState
 from gshard.nn.flops import step_flops
 from gshard.nn.strategy import ONE_DEVICE
@@ -79,7 +79,7 @@ def steps(
 ) -> dict[str, Any]:
     """Time `count` steps after some to warm up; tokens are counted without padding."""
     losses, waited, tokens = [], 0.0, np.zeros(2)
-    pending: Figures | None = None
+    pending: StepFigures | None = None
     for number in range(-5, count):
         if number == 0:
             jax.block_until_ready(state)

@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
+class SpecGroup:
     """Tensors that are annotated together, with one spec: those of one place in the program, with
     their annotation, or equal arguments."""
 
@@ -102,7 +102,7 @@ class AnnotationSearch:
             reads = {atom for atom in edge.atoms[0] if not isinstance(atom, Literal)}
             if edge.level or not stacked.isdisjoint(reads) or self._moves(edge):
                 deciding.add(edge.atoms[1][0])
-        chosen: dict[Unit, float] = {}
+        chosen: dict[SpecGroup, float] = {}
         for _ in range(2):  # annotations of the first round may make propagation deviate elsewhere
             found = self.evaluator.propagated(self._fixed(chosen))
             for unit in self._units:
@@ -111,7 +111,7 @@ class AnnotationSearch:
                     chosen[unit] = 0.0
         return self._layout(chosen)
 
-    def _layout(self, chosen: Mapping[Unit, float]) -> Layout:
+    def _layout(self, chosen: Mapping[SpecGroup, float]) -> Layout:
         """The layout that annotates some units beside the arguments that are split; with what each
         saves."""
         subject, fixed = self.evaluator.subject, self._fixed(chosen)
@@ -149,7 +149,7 @@ class AnnotationSearch:
         return found
 
     @functools.cached_property
-    def _units(self) -> list[Unit]:
+    def _units(self) -> list[SpecGroup]:
         """What can be annotated beside the base."""
         places = self.evaluator.places
         together: dict[tuple[TensorSite | None, tuple[int, ...], Spec], list[Any]] = {}
@@ -167,10 +167,10 @@ class AnnotationSearch:
                 every = len(numbers) == counts[place]
                 dims = dims_of(spec, len(shape))
                 annotation = AnnotatedInside(place, None if every else numbers, dims)
-            found.append(Unit(f"{place} {shape} {spec}", tuple(made), annotation))
+            found.append(SpecGroup(f"{place} {shape} {spec}", tuple(made), annotation))
         return found
 
-    def _fixed(self, units: Iterable[Unit]) -> dict[Any, Sharding]:
+    def _fixed(self, units: Iterable[SpecGroup]) -> dict[Any, Sharding]:
         """The shardings of some units, and those of the base."""
         chosen = {var: self.choice.sharding(var) for unit in units for var in unit.variables}
         return {**self._base, **chosen}
@@ -200,7 +200,7 @@ class AnnotationSearch:
                     return True
         return False
 
-    def _chosen(self, until: float) -> dict[Unit, float] | None:
+    def _chosen(self, until: float) -> dict[SpecGroup, float] | None:
         """Units with which propagation finds nearly all of the answer, and what each saves.
 
         A round may make propagation deviate elsewhere, which the next one mends: the best is kept.
@@ -208,7 +208,7 @@ class AnnotationSearch:
         deviations = Deviations(self.choice.model, self.choice.answer)
         clock, work = self.evaluator.clock, self.evaluator.propagating_work
 
-        def priced(units: Iterable[Unit]) -> Deviation:
+        def priced(units: Iterable[SpecGroup]) -> Deviation:
             return deviations.priced(self.evaluator.propagated(self._fixed(units)))
 
         def missing(found: Deviation, slower: float = _SLOWER) -> float:
@@ -218,7 +218,7 @@ class AnnotationSearch:
         def more_time() -> bool:
             return clock.now() + work <= until
 
-        chosen: dict[Unit, float] = {}
+        chosen: dict[SpecGroup, float] = {}
         best = now = priced(())
         kept = chosen
         while missing(now) > 0 and more_time():
@@ -234,7 +234,7 @@ class AnnotationSearch:
         if missing(best, allowed) > 0:
             return None
 
-        def removable(group: Sequence[Unit]) -> bool:
+        def removable(group: Sequence[SpecGroup]) -> bool:
             nonlocal best, kept
             without = priced([each for each in kept if each not in group])
             if missing(without, allowed) <= 0:
@@ -250,10 +250,10 @@ class AnnotationSearch:
     def _worst(
         self,
         found: Deviation,
-        chosen: Collection[Unit],
+        chosen: Collection[SpecGroup],
         deviations: Deviations,
         wanted: float,
-    ) -> dict[Unit, float]:
+    ) -> dict[SpecGroup, float]:
         """The units around which the most is lost, enough to save what is wanted, and how much."""
         left = {
             unit: list(deviations.around(v for v in unit.variables if v in found.tensors))

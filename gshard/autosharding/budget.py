@@ -105,7 +105,7 @@ class Budget:
         return {name: (spent, self.share(name)) for name, spent in self.spent.items()}
 
 
-class Work(NamedTuple):
+class MeasuredWork(NamedTuple):
     """Seconds of work on a core of an ordinary machine, as they were measured there."""
 
     lowering: float = 1e-3  # an equation of a program that is lowered
@@ -122,4 +122,4 @@ class Work(NamedTuple):
     iteration_entry: float = 1e-9  # and each entry of its matrix
 
 
-WORK = Work()
+WORK = MeasuredWork()

@@ -36,7 +36,7 @@ class Static:
         return repr(self.value)
 
 
-class _Result:
+class _ResultLeaf:
     """A leaf of the results that is not an array: a part of their tree."""
 
     def __init__(self, value: Any):
@@ -44,7 +44,7 @@ class _Result:
 
 
 jax.tree_util.register_pytree_node(
-    _Result, lambda r: ((), Static(r.value)), lambda static, _: static.value
+    _ResultLeaf, lambda r: ((), Static(r.value)), lambda static, _: static.value
 )
 
 
@@ -54,7 +54,7 @@ def with_static_results(fun: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fun)
     def traced(*args: Any, **kwargs: Any) -> Any:
         return jax.tree.map(
-            lambda leaf: leaf if is_array_like(leaf) else _Result(leaf), fun(*args, **kwargs)
+            lambda leaf: leaf if is_array_like(leaf) else _ResultLeaf(leaf), fun(*args, **kwargs)
         )
 
     return traced

@@ -42,7 +42,7 @@ def interval(
     state = found.memory.donated
     save = failures.save_seconds(chosen, state, devices_per_host, 1e9 * disk_rate)
     most = -(-chosen.devices // devices_per_host)
-    run = failures.Run(most, host_days, save, restart + save)
+    run = failures.FailingRun(most, host_days, save, restart + save)
     hosts = sorted({-(-most // 16), -(-most // 4), most, 4 * most})
     if as_json:
         print(json.dumps({"model": model, "save_seconds": save, **failures.as_dict(run, hosts)}))

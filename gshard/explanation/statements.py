@@ -24,14 +24,14 @@ _Span = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Expression:
     """The statement of an equation, and the expression in it."""
 
     statement: tuple[str, int, str]  # file, line and the name that is assigned
     start: tuple[int, int]
     end: tuple[int, int]
 
-    def is_in(self, other: _Place) -> bool:
+    def is_in(self, other: _Expression) -> bool:
         """Whether this is a part of the other expression, or the same one.
 
         A part is evaluated before the expression around it. What a part reads of the expression
@@ -52,7 +52,7 @@ class Statements:
         self.jaxpr, self._in_gradient = jaxpr, in_gradient
         needed = set(variables(a for n, a in enumerate(jaxpr.outvars) if n not in unread))
         self.stored: set[Any] = set()  # made in the forward pass, read in the backward pass alone
-        self._places: dict[Any, _Place] = {}
+        self._places: dict[Any, _Expression] = {}
         self._read_within: set[Any] = set()
         forward = [eqn for eqn in jaxpr.eqns if not self.is_gradient(eqn)]
         for eqn in forward:
@@ -152,7 +152,7 @@ def target(eqn: JaxprEqn) -> str:
     return place.statement[2] if place else ""
 
 
-def _place(eqn: JaxprEqn) -> _Place | None:
+def _place(eqn: JaxprEqn) -> _Expression | None:
     """Where an equation comes from, if that is a part of an assignment."""
     span = span_of(eqn)
     if span is None:
@@ -161,7 +161,7 @@ def _place(eqn: JaxprEqn) -> _Place | None:
     start, end = (ends[0], ends[1]), (ends[2], ends[3])
     for extent, line, name in _targets("".join(linecache.getlines(path))).get(span[1], ()):
         if extent[:2] <= start and end <= extent[2:]:
-            return _Place((path, line, name), start, end)
+            return _Expression((path, line, name), start, end)
     return None
 
 

@@ -44,7 +44,7 @@ def overlapped(
 
     `products` are those of `works` that count as hiding a transfer.
     """
-    schedule = _Schedule(steps, sends, works, products)
+    schedule = _TwoUnits(steps, sends, works, products)
     schedule.run()
     return {
         sent.step: Sent(
@@ -59,7 +59,7 @@ def overlapped(
     }
 
 
-class _Schedule(Generic[T]):
+class _TwoUnits(Generic[T]):
     """One unit that computes, one that sends; the first step in order that can run does."""
 
     def __init__(

@@ -21,7 +21,7 @@ DAY = 86400.0
 
 
 @dataclass(frozen=True)
-class Run:
+class FailingRun:
     """A run on hosts that fail; times in seconds."""
 
     hosts: int
@@ -65,7 +65,7 @@ def save_seconds(chosen: Deployment, state_bytes: int, per_host: int, disk_rate:
     return state_bytes * min(per_host, chosen.devices) / disk_rate
 
 
-def table(run: Run, hosts: Sequence[int]) -> list[str]:
+def table(run: FailingRun, hosts: Sequence[int]) -> list[str]:
     """A row for each number of hosts: the best interval and what is lost, then and otherwise."""
     lines = [
         f"{'hosts':>6} {'a failure every':>16} {'best interval':>14} {'lost':>7} "
@@ -81,7 +81,7 @@ def table(run: Run, hosts: Sequence[int]) -> list[str]:
     return lines
 
 
-def as_dict(run: Run, hosts: Sequence[int]) -> dict[str, Any]:
+def as_dict(run: FailingRun, hosts: Sequence[int]) -> dict[str, Any]:
     """The same for programs; times in seconds."""
     rows = []
     for count in hosts:
@@ -100,7 +100,7 @@ def spoken(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def plot(run: Run, hosts: Sequence[int], path: Path, title: str) -> Path:
+def plot(run: FailingRun, hosts: Sequence[int], path: Path, title: str) -> Path:
     """Time lost against the interval, a curve for each number of hosts, its best point marked."""
     intervals = [10.0 * 1.15**n for n in range(70)]
     curves, best = {}, []

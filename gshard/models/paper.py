@@ -35,7 +35,7 @@ MB = 2**20
 
 
 @dataclass(frozen=True)
-class Row:
+class PaperRow:
     """A model's steps per second, measured by the paper and predicted."""
 
     model: str
@@ -48,11 +48,11 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def steps_per_second(machine: Hardware | None = None) -> list[Row]:
+def steps_per_second(machine: Hardware | None = None) -> list[PaperRow]:
     """The paper's six models."""
     machine = machine or hardware("tpu-v3")
     return [
-        Row(name, measured, plan(name).forecast(machine).steps_per_second)
+        PaperRow(name, measured, plan(name).forecast(machine).steps_per_second)
         for name, measured in STEPS.items()
     ]
 

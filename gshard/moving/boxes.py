@@ -30,7 +30,7 @@ from gshard.tensors.tile import Tile
 Shape = tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class Box(NamedTuple):
     """A box of the tensor, from its first row to its end row in every dim."""
 
     sender: int
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Round:
+class BoxRound:
     """One permute of equal boxes: for each device, its source and target offsets."""
 
     pairs: tuple[tuple[int, int], ...]
@@ -60,7 +60,7 @@ class Round:
 
 
 @cached
-def plan_boxes(source: Sharding, target: Sharding, shape: Shape) -> tuple[Round, ...]:
+def plan_boxes(source: Sharding, target: Sharding, shape: Shape) -> tuple[BoxRound, ...]:
     """The rounds that send every device its part of the tensor under `target`.
 
     The first round is local: what a device already has.
@@ -105,7 +105,7 @@ def _starts(place: Place, table: np.ndarray) -> list[jax.Array]:
     return [place.start(table[:, d]) for d in range(table.shape[1])]
 
 
-def _pieces(source: Sharding, target: Sharding, shape: Shape) -> list[Piece]:
+def _pieces(source: Sharding, target: Sharding, shape: Shape) -> list[Box]:
     """Every box that a device needs, with a device that has it: itself if possible.
 
     The holders of a tile take turns.
@@ -115,7 +115,7 @@ def _pieces(source: Sharding, target: Sharding, shape: Shape) -> list[Piece]:
         if index >= 0:
             holders[index].append(device)
     coords = [s.coords if s else np.zeros(target.num_devices, int) for s in target.splits]
-    pieces: list[Piece] = []
+    pieces: list[Box] = []
     served: dict[int, int] = defaultdict(int)
     for device in np.flatnonzero(target.tile_index >= 0).tolist():
         low = [int(c[device]) * l for c, l in zip(coords, after, strict=True)]
@@ -136,11 +136,11 @@ def _pieces(source: Sharding, target: Sharding, shape: Shape) -> list[Piece]:
                 served[index] += 1
             lo = tuple(max(a, w * l) for a, w, l in zip(low, where, before, strict=True))
             hi = tuple(min(b, (w + 1) * l) for b, w, l in zip(high, where, before, strict=True))
-            pieces.append(Piece(sender, device, lo, hi))
+            pieces.append(Box(sender, device, lo, hi))
     return pieces
 
 
-def _round(part: Sequence[Piece], source: Sharding, target: Sharding, shape: Shape) -> Round:
+def _round(part: Sequence[Box], source: Sharding, target: Sharding, shape: Shape) -> BoxRound:
     rank, devices = source.rank, source.num_devices
     before, after = source.local_shape(shape), target.local_shape(shape)
     box = tuple(max(p.high[d] - p.low[d] for p in part) for d in range(rank))
@@ -153,7 +153,7 @@ def _round(part: Sequence[Piece], source: Sharding, target: Sharding, shape: Sha
             send[p.sender, d] = min(p.low[d] - origin, before[d] - box[d])
             receive[p.receiver, d] = origin + send[p.sender, d] - landing
     pairs = tuple((p.sender, p.receiver) for p in sorted(part, key=lambda p: p.receiver))
-    return Round(pairs, box, send, receive)
+    return BoxRound(pairs, box, send, receive)
 
 
 def _first_row(split: Split | None, device: int, rows: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
 
 
-class Piece(Protocol):
+class Shipment(Protocol):
     """Data that one device, or the holders of one tile, have and others need."""
 
     @property
@@ -27,10 +27,10 @@ class Piece(Protocol):
         ...
 
 
-P = TypeVar("P", bound=Piece)
+P = TypeVar("P", bound=Shipment)
 
 
-def is_remote(piece: Piece) -> bool:
+def is_remote(piece: Shipment) -> bool:
     """Whether it has to be sent."""
     return piece.sender != piece.receiver
 

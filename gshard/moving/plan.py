@@ -31,7 +31,7 @@ from gshard.moving.steps import (
     Permute,
     Route,
     Slice,
-    Spread,
+    SpreadStep,
     Step,
     can_permute,
     copies_as_split,
@@ -196,7 +196,7 @@ def _through_whole(here: Sharding, target: Sharding, shape: Shape, itemsize: int
     """The fallback for unrelated tilings: gather everything, then slice."""
     whole = Sharding.replicated(here.rank, here.num_devices)
     if here.idle:
-        yield Spread(here, whole, shape, itemsize)
+        yield SpreadStep(here, whole, shape, itemsize)
         here = whole
     for dim in [d for d, split in enumerate(here.splits) if split]:
         gathered = here.replace(dim, None)
@@ -236,7 +236,7 @@ def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Ite
         else:
             if few_rounds():
                 yield to(Route, target)
-            yield to(Spread, Sharding.replicated(here.rank, here.num_devices))
+            yield to(SpreadStep, Sharding.replicated(here.rank, here.num_devices))
         if here.idle != target.idle:
             return
     if here.idle and can_permute(here, target):

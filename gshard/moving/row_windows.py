@@ -31,7 +31,7 @@ class Move(NamedTuple):
     by: int
 
 
-class Piece(NamedTuple):
+class RowShift(NamedTuple):
     """Logical rows `low` to `high` of the tile `sender`, which become rows + `by` of `receiver`."""
 
     receiver: int
@@ -191,18 +191,18 @@ def retiling(tiles: int, rows: int, size: int, total: int) -> Windows:
     return Windows.of(Runs.even(tiles, rows, total), rows, np.arange(tiles) * size, size)
 
 
-def largest(pieces: Sequence[Piece]) -> int:
+def largest(pieces: Sequence[RowShift]) -> int:
     """The rows of the largest piece, which all messages of a round have."""
     return max(p.high - p.low for p in pieces)
 
 
-def _rounds(windows: Windows) -> list[list[Piece]] | None:
+def _rounds(windows: Windows) -> list[list[RowShift]] | None:
     """The pieces in rounds, those of one size together, the large ones first; None if too many."""
     held, starts, width = windows.held, np.array(windows.starts, np.int64), windows.width
     order = np.flatnonzero(held.low < held.high)
     order = order[np.argsort(held.low[order], kind="stable")]
     low, high = held.low[order], held.high[order]
-    found: list[Piece] = []
+    found: list[RowShift] = []
     for move in windows.every_move:
         begin = np.searchsorted(high, np.maximum(starts - move.by, move.first), side="right")
         end = np.searchsorted(low, np.minimum(starts + width - move.by, move.end), side="left")
@@ -213,7 +213,7 @@ def _rounds(windows: Windows) -> list[list[Piece]] | None:
                 a = max(int(low[s]), start, move.first)
                 b = min(int(high[s]), start + width, move.end)
                 if a < b:
-                    found.append(Piece(c, int(order[s]), a, b, move.by))
+                    found.append(RowShift(c, int(order[s]), a, b, move.by))
     found.sort(key=lambda p: (p.low - p.high, abs(p.receiver - p.sender), p))
     return in_rounds(found, limit=MAX_ROUNDS)
 

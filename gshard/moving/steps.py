@@ -287,7 +287,7 @@ class Route(Step):
         return route(place, tile, self.target, reason)
 
 
-class Spread(Step):
+class SpreadStep(Step):
     """All devices get all of what some devices hold."""
 
     kind, what = "spread", "spread to the devices that held none"

@@ -5,12 +5,12 @@ made: so pages stay small, fetch nothing, and the same charts are files of plots
 """
 
 from gshard.pages.charts import Chart, bars
-from gshard.pages.curves import Axis, Series, area, curves, lines
+from gshard.pages.curves import ChartAxis, Series, area, curves, lines
 from gshard.pages.template import checked, render, style
 
 __all__ = [
-    "Axis",
     "Chart",
+    "ChartAxis",
     "Series",
     "area",
     "bars",

@@ -34,7 +34,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """A numeric axis: by default as long as its values need, the y axis from zero."""
 
     title: str = ""
@@ -61,8 +61,8 @@ class Axis:
 def curves(
     title: str,
     series: Sequence[Series],
-    x: Axis,
-    y: Axis,
+    x: ChartAxis,
+    y: ChartAxis,
     height: int = _HEIGHT,
     bands: Sequence[tuple[float, float, str]] = (),
     widths: Sequence[str] = ("wide", "narrow"),
@@ -99,7 +99,7 @@ def curves(
     return Chart(title, specs, (*across, x.log), legend)
 
 
-def _within(series: Series, x: Axis, y: Axis) -> Series:
+def _within(series: Series, x: ChartAxis, y: ChartAxis) -> Series:
     points = [(a, b) for a, b in series.points if (a > 0 or not x.log) and (b > 0 or not y.log)]
     return Series(**{**vars(series), "points": points})
 
@@ -168,7 +168,7 @@ def _shortened(name: str) -> str:
     return name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
 
 
-def _axis(field: str, axis: Axis, ends: Point) -> dict[str, Any]:
+def _axis(field: str, axis: ChartAxis, ends: Point) -> dict[str, Any]:
     scale: dict[str, Any] = {"domain": list(ends), "nice": False, "zero": False}
     if field == "y" and axis.high is None and not axis.log:
         scale["nice"] = True
@@ -186,7 +186,7 @@ def _axis(field: str, axis: Axis, ends: Point) -> dict[str, Any]:
     return {"field": field, "type": "quantitative", "scale": scale, "axis": shown}
 
 
-def _labels(axis: Axis, width: int) -> dict[str, Any]:
+def _labels(axis: ChartAxis, width: int) -> dict[str, Any]:
     """As many of the labels as there is room for, evenly spread."""
     if not axis.labels:
         return {}
@@ -228,8 +228,8 @@ def lines(
         marked = [(a, b) for each, a, b in marks if each == name]
         found.append(Series(marked, colour=colour, line=False, dots=36.0))
     ticks = sorted({a for points in series.values() for a, _ in points}) if powers_of_two else ()
-    across = Axis(x, log=log or powers_of_two, ticks=ticks)
-    return curves(title, found, across, Axis(y, log=log, zero=not log))
+    across = ChartAxis(x, log=log or powers_of_two, ticks=ticks)
+    return curves(title, found, across, ChartAxis(y, log=log, zero=not log))
 
 
 def area(title: str, values: Sequence[float], unit: str, x: str, limit: float = 0.0) -> Chart:
@@ -243,5 +243,5 @@ def area(title: str, values: Sequence[float], unit: str, x: str, limit: float = 
         peak = max(range(len(values)), key=lambda n: values[n])
         top = (peak + 0.5, values[peak])
         found.append(Series([top], colour="var(--s1)", line=False, dots=60.0))
-    across = Axis(x, low=0.0, high=float(number))
-    return Chart(title, curves(title, found, across, Axis(unit, zero=True), height=190).specs)
+    across = ChartAxis(x, low=0.0, high=float(number))
+    return Chart(title, curves(title, found, across, ChartAxis(unit, zero=True), height=190).specs)

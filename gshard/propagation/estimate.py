@@ -52,13 +52,13 @@ class Cost(NamedTuple):
     moves: Mapping[int, tuple[Sharding, float]]  # of operands: target, cost
 
 
-class Total(NamedTuple):
+class ProgramCost(NamedTuple):
     """What a program costs."""
 
     cost: float
     sent: float  # without the work
 
-    def is_less_than(self, other: Total) -> bool:
+    def is_less_than(self, other: ProgramCost) -> bool:
         """Whether it is cheaper by more than a hundredth of what is sent, or else sends less.
 
         The work, most of which is the same, is far more: a hundredth of it hides what is sent.
@@ -129,7 +129,7 @@ class Estimator:
 
     def cost(
         self, shardings: Mapping[Any, Sharding], operators: Sequence[Operator] | None = None
-    ) -> Total:
+    ) -> ProgramCost:
         """The bytes that a device sends, and the time of its work as bytes."""
         work, total, costs = 0.0, 0.0, self.costs
         moved: set[tuple[Key, Sharding]] = set()  # for which use, and to which sharding
@@ -147,7 +147,7 @@ class Estimator:
                     spent += sent
                 moved.add((use, form))
             total += spent * each.runs
-        return Total(work + total, total)
+        return ProgramCost(work + total, total)
 
     def _cost(self, operator: Operator, shardings: Mapping[Any, Sharding]) -> Cost:
         operands, results = (

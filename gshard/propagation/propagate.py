@@ -112,7 +112,7 @@ def propagate(
     replicated = dict.fromkeys(var for var in given or () if var not in split)
     flow = Flow(closed.jaxpr, num_devices, memory_limit, {**(inside or {}), **split})
     with use_cost_model(_for_many_collectives(cost_model())):
-        spread, conflicts = _Search(flow).best({}, flow.constants, replicated)
+        spread, conflicts = _SplitSearch(flow).best({}, flow.constants, replicated)
     return Propagated(spread.shardings, conflicts, flow.kinds, flow.uses)
 
 
@@ -130,7 +130,7 @@ Held = dict[Any, None]  # variables that take no split
 
 
 @dataclass(frozen=True, eq=False)
-class _Search:
+class _SplitSearch:
     """The cheapest splits of a program. What they cost is found out only if there is a choice."""
 
     flow: Flow
@@ -141,7 +141,7 @@ class _Search:
         return Estimator(self.flow)
 
     @functools.cached_property
-    def dims(self) -> _Dims:
+    def dims(self) -> _DimGroups:
         """The dims that belong together."""
         return _grouped(self.flow)
 
@@ -165,7 +165,7 @@ class _Search:
         return _cheapest(self.flow, self.costs, self.dims.without(held), spread)
 
 
-def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> Settled:
+def _cheapest(flow: Flow, estimator: Estimator, dims: _DimGroups, spread: Spread) -> Settled:
     """If splits conflict: the best of the flow by rules 3 to 6 alone and of ranked ones."""
     contested = _contested(spread, dims)
     if len(contested) < 2:
@@ -195,7 +195,7 @@ def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> 
 
 
 @dataclass(frozen=True)
-class _Dims:
+class _DimGroups:
     """The groups of all dims, and the splits that annotations give to dims of a group."""
 
     of: DimGroups
@@ -210,13 +210,13 @@ class _Dims:
         _, split = candidate
         return f"dim {dim} by {split.tiles} of {var.aval.str_short(short_dtypes=True)}{where}"
 
-    def without(self, held: Held) -> _Dims:
+    def without(self, held: Held) -> _DimGroups:
         """The same, with variables that take no split in no group."""
         none = {var: (_NONE,) * len(self.of[var]) for var in held}
         return replace(self, of={**self.of, **none})
 
 
-def _grouped(flow: Flow) -> _Dims:
+def _grouped(flow: Flow) -> _DimGroups:
     """Dims connected by operators form classes; classes with the same annotations form a group.
 
     So the hidden dims of all layers are one group, though no operator connects them. Two dims of
@@ -265,7 +265,7 @@ def _grouped(flow: Flow) -> _Dims:
         var: tuple([group_of.get(classes.root(first + d), _NONE) for d in range(len(splits))])
         for (var, first), splits in zip(classes.first.items(), flow.given.values(), strict=True)
     }
-    return _Dims(of, candidates)
+    return _DimGroups(of, candidates)
 
 
 class _Classes:
@@ -310,7 +310,7 @@ class _Classes:
             yield b, a, (var, self.members[a][var])
 
 
-def _contested(spread: Spread, dims: _Dims) -> list[Candidate]:
+def _contested(spread: Spread, dims: _DimGroups) -> list[Candidate]:
     """The splits that were refused on a tensor, and the splits that the tensor had."""
     groups: dict[int, None] = {}
     for var, dim in spread.blocked:
@@ -322,7 +322,7 @@ def _contested(spread: Spread, dims: _Dims) -> list[Candidate]:
 
 
 def _rankings(
-    flow: Flow, estimator: Estimator, dims: _Dims, contested: Sequence[Candidate]
+    flow: Flow, estimator: Estimator, dims: _DimGroups, contested: Sequence[Candidate]
 ) -> tuple[list[list[Candidate]], dict[Candidate, float]]:
     """The best orders of the contested splits, found greedily, with estimated costs.
 

@@ -37,7 +37,7 @@ def merge_trees(graph: Graph) -> list[JaxprEqn]:
     eqns: list[JaxprEqn] = []
     for eqn in graph.eqns:
         eqns += _reduced_after(eqn, graph, set()) if eqn.primitive is p.scan_p else [eqn]
-    body = _Body(Graph(eqns, graph.results))
+    body = _MergedBody(Graph(eqns, graph.results))
     return [made for eqn in eqns for made in (body.sum(eqn) if eqn.primitive in _ADDS else [eqn])]
 
 
@@ -76,7 +76,7 @@ def _annotated(eqns: Sequence[JaxprEqn], notes: Notes, result: Any) -> list[Jaxp
     return [*found[:-1], found[-1].replace(outvars=[result])]
 
 
-class _Body:
+class _MergedBody:
     """One body of a program, and the equations that take the place of others in it."""
 
     def __init__(self, graph: Graph):
@@ -159,7 +159,7 @@ class _Body:
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _CarrySum:
     """A carry to which each turn adds a tree, and the annotations of the carry."""
 
     number: int
@@ -187,10 +187,10 @@ def _reduced_after(eqn: JaxprEqn, graph: Graph, zeros: set[Any]) -> list[JaxprEq
     return [*before, *_reduced_after(loop, graph, zeros), *after]
 
 
-def _sums(eqn: JaxprEqn) -> list[_Sum]:
+def _sums(eqn: JaxprEqn) -> list[_CarrySum]:
     """The carries of a scan that each turn adds a tree to, and does nothing else with."""
     jaxpr, (first, carries) = eqn.params["jaxpr"].jaxpr, counts_of(eqn)
-    body = _Body(Graph.of(jaxpr))
+    body = _MergedBody(Graph.of(jaxpr))
     found = []
     for number in range(carries):
         carry = jaxpr.invars[first + number]
@@ -202,11 +202,11 @@ def _sums(eqn: JaxprEqn) -> list[_Sum]:
             same, more = body.noted(x)
             tree = body.tree_of(y) if same is carry else None
             if tree:
-                found.append(_Sum(number, tree, (*tree.notes, *notes, *more)))
+                found.append(_CarrySum(number, tree, (*tree.notes, *notes, *more)))
     return found
 
 
-def _carrying_leaves(eqn: JaxprEqn, sums: Sequence[_Sum]) -> JaxprEqn:
+def _carrying_leaves(eqn: JaxprEqn, sums: Sequence[_CarrySum]) -> JaxprEqn:
     """The scan whose carries are sums of leaves, from zeros on."""
     closed, (first, _) = eqn.params["jaxpr"], counts_of(eqn)
     jaxpr = closed.jaxpr
@@ -225,7 +225,7 @@ def _carrying_leaves(eqn: JaxprEqn, sums: Sequence[_Sum]) -> JaxprEqn:
 
 
 def _total(
-    eqn: JaxprEqn, found: _Sum, leaves: Any, added: Sequence[Any], result: Any
+    eqn: JaxprEqn, found: _CarrySum, leaves: Any, added: Sequence[Any], result: Any
 ) -> list[JaxprEqn]:
     """The tree over the carried leaves, added to what the loop began with, and annotated."""
     tree, aval = found.tree, result.aval

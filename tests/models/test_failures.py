@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gshard.models.failures import DAY, Run, plot, spoken, table
+from gshard.models.failures import DAY, FailingRun, plot, spoken, table
 
-RUN = Run(hosts=64, host_days=2.0, save_seconds=20.0, restart_seconds=90.0)
+RUN = FailingRun(hosts=64, host_days=2.0, save_seconds=20.0, restart_seconds=90.0)
 
 
-def played(run: Run, interval: float, segments: int, seed: int) -> float:
+def played(run: FailingRun, interval: float, segments: int, seed: int) -> float:
     """The share of time lost in a run of so many intervals, failure by failure."""
     draw = np.random.default_rng(seed)
     clock, failure = 0.0, draw.exponential(run.mean)

@@ -18,7 +18,7 @@ from gshard.nn.float8 import feed_forward, product
 from gshard.nn.kernels.float8 import (
     E4M3,
     E5M2,
-    Block,
+    KernelBlock,
     both_ways,
     by_kernel,
     fits,
@@ -151,7 +151,7 @@ def test_zeros_and_huge_numbers_stay_finite():
     assert np.all(np.asarray(product(zeros(x), wi)) == 0)
 
 
-BLOCK = Block(16, 8, interpret=True)
+BLOCK = KernelBlock(16, 8, interpret=True)
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])

@@ -23,7 +23,7 @@ from gshard.autosharding.solver.problem import Floats, Ints, Problem
 
 
 @dataclasses.dataclass(frozen=True)
-class _Batch:
+class _MessageBatch:
     """Messages from nodes of one level, with tables of one size. Positions are those of strategies
     in all costs (`sender`, `receiver`), and of messages into the two ends (`back`, `ahead`)."""
 
@@ -70,11 +70,11 @@ class Messages:
         for batch in self.later:
             self.from_later[batch.back] = True
 
-    def _batch(self, members: Sequence[tuple[int, int, Floats, int, int]]) -> _Batch:
+    def _batch(self, members: Sequence[tuple[int, int, Floats, int, int]]) -> _MessageBatch:
         node, other, tables, back, ahead = zip(*members, strict=True)
         rows, columns = map(np.arange, tables[0].shape)
         own, far = np.array(node), np.array(other)
-        return _Batch(
+        return _MessageBatch(
             np.array(tables),
             self.first[own][:, None] + rows,
             np.array(back)[:, None] + rows,
@@ -121,7 +121,7 @@ class Messages:
         kept = np.where(self.from_later, self.into, 0.0)
         total = np.concatenate(costs) + np.bincount(self.owner, kept, self.size)
         answer = np.zeros(len(costs), dtype=np.int64)
-        by_level: dict[int, list[_Batch]] = defaultdict(list)
+        by_level: dict[int, list[_MessageBatch]] = defaultdict(list)
         for batch in self.earlier:
             by_level[int(self.level[batch.nodes[0][0]])].append(batch)
         for level in range(int(self.level.max(initial=-1)) + 1):

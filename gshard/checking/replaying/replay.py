@@ -14,18 +14,18 @@ from gshard.checking.replaying.emitted import Emitted
 from gshard.checking.replaying.finite import Finite
 from gshard.checking.replaying.lockstep import Event, Lockstep, Value, runs_of
 from gshard.checking.replaying.on_host import OnEach
-from gshard.checking.replaying.step import DeviceTile, Origin, Step, steps_counted, table
+from gshard.checking.replaying.step import DeviceTile, Origin, ReplayStep, steps_counted, table
 from gshard.checking.replaying.tiles import place_of, plain
 from gshard.graph.reason import NO_REASON
 from gshard.graph.regions import walk
 from gshard.graph.source import reason_of, source_of
 from gshard.moving.seen import Held
 
-Until = str | Callable[[Step], bool] | None
+Until = str | Callable[[ReplayStep], bool] | None
 _SHOWN = 8  # steps in a table
 
 
-class Replay(Iterator[Step]):
+class Replay(Iterator[ReplayStep]):
     """The steps of one `device`, one at a time; all devices run along.
 
     Iteration ends at the end of the program, or after the step that `until` asks for: at a source
@@ -56,7 +56,7 @@ class Replay(Iterator[Step]):
             )
         self.device = device
         self.until = until
-        self.last: Step | None = None
+        self.last: ReplayStep | None = None
         self.results: Any = None
         self.ended = False  # at the end of the program, or where `until` said
         self._emitted = emitted
@@ -64,14 +64,14 @@ class Replay(Iterator[Step]):
         self._machine = machine
         self._number = 0
         self._origins: dict[Any, Origin] = {}
-        self._newest: list[Step] = []
+        self._newest: list[ReplayStep] = []
         self._finite = Finite(self._held_or_own)
         self._running = machine.run(emitted.body, emitted.entering(arguments))
 
     def __iter__(self) -> Replay:
         return self
 
-    def __next__(self) -> Step:
+    def __next__(self) -> ReplayStep:
         while not self.ended:
             try:
                 event = next(self._running)
@@ -86,7 +86,7 @@ class Replay(Iterator[Step]):
                 return step
         raise StopIteration
 
-    def run(self) -> Step | None:
+    def run(self) -> ReplayStep | None:
         """Continue to the step that `until` asks for, which is returned, or to the end: None."""
         for _ in self:
             pass
@@ -109,7 +109,7 @@ class Replay(Iterator[Step]):
 
     # ------------------------------------------------------------ one event
 
-    def _step(self, event: Event) -> Step | None:
+    def _step(self, event: Event) -> ReplayStep | None:
         """The step that an event is, on this device or, for "nan", on the one where it happens."""
         odd = self._finite.look(event) if self.until == "nan" else None
         origin = self._remember(event)
@@ -138,14 +138,14 @@ class Replay(Iterator[Step]):
         self._origins |= dict.fromkeys(eqn.outvars, origin)
         return origin
 
-    def _of(self, event: Event, device: int, origin: Origin, found: str) -> Step:
+    def _of(self, event: Event, device: int, origin: Origin, found: str) -> ReplayStep:
         eqn = event.eqn
         why = NO_REASON if eqn is None else reason_of(eqn)
         sent: dict[int, np.ndarray] = {}
         received: dict[int, np.ndarray] = {}
         if eqn is not None and eqn.primitive.name in NAMES:
             sent, received = exchanged(eqn, event.operands[0], device, self._machine.sizes)
-        return Step(
+        return ReplayStep(
             self._number,
             origin.operator,
             origin.source,
@@ -187,7 +187,7 @@ class Replay(Iterator[Step]):
 
     # ------------------------------------------------------------ until
 
-    def _asks_for(self, step: Step) -> bool:
+    def _asks_for(self, step: ReplayStep) -> bool:
         if callable(self.until):
             return bool(self.until(step))
         return self.until is not None and self.until != "nan" and _at(step.source, self.until)

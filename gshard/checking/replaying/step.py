@@ -83,7 +83,7 @@ class Origin:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class ReplayStep:
     """One equation, as one `device` runs it.
 
     `runs` are the iteration numbers of the loops around it. `sent` and `received` have what a

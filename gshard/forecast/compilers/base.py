@@ -27,7 +27,7 @@ _FROM_LITTLE = {p.broadcast_in_dim_p, p.iota_p}
 Places = tuple[tuple[int, Any], ...]  # results by index, each with the argument it overwrites
 
 
-class Schedule(NamedTuple):
+class Order(NamedTuple):
     """An order of operators; values live `early`, from the start; and values `elsewhere`, in the
     buffers of arguments or results."""
 
@@ -101,9 +101,9 @@ class Compiler:
         """The copies of each step of a scan that are operators of their own."""
         return []
 
-    def schedules(self, body: Body, given: Places) -> list[Schedule]:
+    def schedules(self, body: Body, given: Places) -> list[Order]:
         """The orders among which the compiler takes the one that needs the least memory."""
-        return [Schedule(body.operators), Schedule(depth_first(body))]
+        return [Order(body.operators), Order(depth_first(body))]
 
 
 def fused(flow: Dataflow, compiler: Compiler) -> list[DeviceOperator]:

@@ -20,7 +20,7 @@ from jax.extend.core import Literal, Primitive
 from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
-from gshard.forecast.compilers.base import DEAR, Compiler, Places, Schedule, in_order
+from gshard.forecast.compilers.base import DEAR, Compiler, Order, Places, in_order
 from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator
 from gshard.forecast.ops import Op, elements, size_of
 from gshard.graph.regions import LOOPS, Stored
@@ -101,12 +101,12 @@ class CPU(Compiler):
                 ordered.append(joint or operator)
         return in_order(ordered)
 
-    def schedules(self, body: Body, given: Places) -> list[Schedule]:
+    def schedules(self, body: Body, given: Places) -> list[Order]:
         """Breadth first; zeros for the stacked results of loops are live from the start."""
         order, aside = _breadth_first(body), _kept_aside(body, given)
         loops = [(o, o.loop.scan) for o in body.operators if o.loop and o.loop.scan]
         stacks = [v for o, (_, carry) in loops for v in o.writes[carry:]]
-        return [Schedule(order, [*aside, *stacks], _in_given_places(body, order, given, aside))]
+        return [Order(order, [*aside, *stacks], _in_given_places(body, order, given, aside))]
 
 
 def _once(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:

@@ -18,7 +18,7 @@ from gshard.mt.decoding.search import (
     FlatSearch,
     Library,
     Live,
-    State,
+    SearchState,
     Translations,
 )
 from gshard.nn.strategy import ONE_DEVICE, Strategy
@@ -65,7 +65,7 @@ def beam_search(
     search = FlatSearch(config, JAX, step, forced)
     beams = search.start(jnp.any(real_BL, axis=1), jnp.full(B, T, jnp.int32))
     beams = jax.tree.map(strategy.groups, beams)
-    first = State(jnp.asarray(0, jnp.int32), beams, model.start_decoding(memory_BLM, K * T))
+    first = SearchState(jnp.asarray(0, jnp.int32), beams, model.start_decoding(memory_BLM, K * T))
     final = jax.lax.while_loop(lambda s: ~jnp.all(s.beams.done), search.advance, first)
     return search.found(final)
 

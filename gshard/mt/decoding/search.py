@@ -105,7 +105,7 @@ class Beams(NamedTuple):
     done: Array  # [B]
 
 
-class State(NamedTuple):
+class SearchState(NamedTuple):
     """What the loop carries."""
 
     step: Any
@@ -165,7 +165,7 @@ class FlatSearch:
             ~real_B,
         )
 
-    def advance(self, state: State) -> State:
+    def advance(self, state: SearchState) -> SearchState:
         """One step of all sentences; in those that are done nothing ends any more."""
         xp, (t, beams, cache) = self.library.xp, state
         K, T = self.config.beam, self.config.max_length
@@ -188,7 +188,7 @@ class FlatSearch:
         norm_B = self.config.norm(beams.most).astype(xp.float32)
         hopeless_B = extended.scores.max(axis=1) / norm_B <= ended.scores.min(axis=1)
         done_B = beams.done | last_B | (ended.total >= K) | hopeless_B
-        return State(t + 1, Beams(extended, ended, slots_BTK, beams.most, done_B), cache)
+        return SearchState(t + 1, Beams(extended, ended, slots_BTK, beams.most, done_B), cache)
 
     def extend(self, live: Live, candidates: Continuations) -> Live:
         """The K best continuations."""
@@ -219,7 +219,7 @@ class FlatSearch:
         total_B = ended.total + ends.sum(axis=1, dtype=xp.int32)
         return Ended(scores_BN, take(lengths_BX, best_BN), take(ancestry_BXL, best_BN), total_B)
 
-    def found(self, state: State) -> Translations:
+    def found(self, state: SearchState) -> Translations:
         """Spell out the ended hypotheses: in each step's slots a hypothesis has one ancestor."""
         xp, ended, slots_BTK = self.library.xp, state.beams.ended, state.beams.slots
         (B, N, _), (_, T, K) = ended.ancestry.shape, slots_BTK.shape

@@ -324,7 +324,7 @@ class TokenRoute:
 
 
 @dataclass(frozen=True)
-class Routes:
+class TokenRoutes:
     """The tokens of both sides. A token of the output has the experts that produced it."""
 
     source: tuple[TokenRoute, ...]
@@ -333,14 +333,14 @@ class Routes:
 
 def routes(
     translator: TextTranslator, piece: str, best: Hypothesis, target: str = "en", source: str = ""
-) -> Routes:
+) -> TokenRoutes:
     """The experts of a piece of text and of its translation, as the search ran them."""
     tokenizer, config = translator.tokenizer, translator.config
     (ids,) = tokenizer.encode_source([piece], target, source)
     ids = ids[: config.longest]
     tokens = best.tokens[: config.search(config.shape(len(ids))).max_length]
     found = translator.routings(ids, tokens)
-    return Routes(
+    return TokenRoutes(
         _routes(tokenizer.spell_source(ids), found.encoder),
         _routes(tokenizer.spell_target(tokens), found.decoder),
     )

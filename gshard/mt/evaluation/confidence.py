@@ -96,7 +96,7 @@ def _padded(sequences: Sequence[Sequence[int]], rows: int, length: int) -> Array
     return jnp.asarray(padded)
 
 
-class _Found(NamedTuple):
+class _Translated(NamedTuple):
     """A sentence as tokens, its reference, and what the search made of it."""
 
     source: list[int]
@@ -126,7 +126,7 @@ def confidence(run: Run, model: Transformer, config: EvaluateConfig) -> Confiden
     )
 
 
-def _translated(run: Run, model: Transformer, config: EvaluateConfig) -> Iterator[_Found]:
+def _translated(run: Run, model: Transformer, config: EvaluateConfig) -> Iterator[_Translated]:
     tokenizer, search = run.tokenizer, search_of(run, config)
     translator = Translator(model, tokenizer, config=search)
     tasks = tasks_of(tokenizer, config.languages)
@@ -137,7 +137,7 @@ def _translated(run: Run, model: Transformer, config: EvaluateConfig) -> Iterato
         found = translator.translate([source for source, _, _ in kept], held.task.target)
         wanted = tokenizer.encode_target([reference for _, reference, _ in kept])
         for (_, reference, ids), hypotheses, target in zip(kept, found, wanted, strict=True):
-            yield _Found(ids, target, reference, hypotheses[0])
+            yield _Translated(ids, target, reference, hypotheses[0])
 
 
 def _norm(sequences: Sequence[Sequence[int]], alpha: float) -> np.ndarray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gshard.mt.report.cells import colour
-from gshard.pages import Axis, Chart, Series, curves
+from gshard.pages import Chart, ChartAxis, Series, curves
 
 _CLOCKS = {"tokens": "target tokens", "step": "steps", "seconds": "time of training"}
 _TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
@@ -52,8 +52,8 @@ def _loss(data: dict[str, Any], clock: str, title: str, longest: float) -> Chart
     low, high = min(settled, default=0.0), max(settled, default=1.0)
     room = (high - low) or 1.0
     label = f"Cross-entropy of {len(data['runs'])} runs over {title}"
-    y = Axis("cross-entropy, nats for each token", low - 0.06 * room, high + 0.03 * room)
-    x = Axis(unit, low=0.0, form="short")
+    y = ChartAxis("cross-entropy, nats for each token", low - 0.06 * room, high + 0.03 * room)
+    x = ChartAxis(unit, low=0.0, form="short")
     return ChartChoice(clock, curves(label, series, x, y, height=300), title, scale)
 
 
@@ -106,9 +106,9 @@ def _quality(data: dict[str, Any], measure: str, into: bool) -> Chart:
                 series.append(Series(shown, name, ink, dashed=True))
     title = "BLEU" if measure == "bleu" else "ΔBLEU over the bilingual baselines"
     labels = [task["language"] for task in tasks]
-    x = Axis("languages, most training pairs first", -0.5, len(tasks) - 0.5, labels=labels)
+    x = ChartAxis("languages, most training pairs first", -0.5, len(tasks) - 0.5, labels=labels)
     label = f"{title} of {len(tasks)} languages, those with most training text first"
-    return curves(label, series, x, Axis(title, zero=True), height=300, bands=_bands(tasks))
+    return curves(label, series, x, ChartAxis(title, zero=True), height=300, bands=_bands(tasks))
 
 
 def _bands(tasks: Sequence[dict[str, Any]]) -> list[tuple[float, float, str]]:
@@ -138,8 +138,8 @@ def corpora(data: dict[str, Any]) -> Chart | None:
         for n, corpus in enumerate(found)
     ]
     labels = [language for language, _ in found[0]["pairs"]]
-    x = Axis("languages, by number of training pairs", labels=labels, first=1)
-    y = Axis("training pairs (log scale)", log=True)
+    x = ChartAxis("languages, by number of training pairs", labels=labels, first=1)
+    y = ChartAxis("training pairs (log scale)", log=True)
     (first, most), (last, least) = found[0]["pairs"][0], found[0]["pairs"][-1]
     label = f"Training pairs of {len(labels)} languages: {first} {most:,.0f}, {last} {least:,.0f}"
     return curves(label, series, x, y)
@@ -155,8 +155,8 @@ def health(data: dict[str, Any]) -> list[dict[str, Any]]:
             Series([(x, y) for x, y in run["points"]], colour=colour(run["run"]))
             for run in each["series"]
         ]
-        y = Axis(log=log, zero=not log, form=forms.get(each["form"], ""))
-        x = Axis(low=0.0, form="short")
+        y = ChartAxis(log=log, zero=not log, form=forms.get(each["form"], ""))
+        x = ChartAxis(low=0.0, form="short")
         label = f"{each['title']} over steps: {each['meaning']}"
         chart = curves(label, series, x, y, height=120, widths=("small",))
         found.append({**each, "chart": chart.html(f"health-{each['name']}")})

@@ -27,7 +27,7 @@ from gshard.mt.errors import UserError
 from gshard.mt.serving import documents, requests
 from gshard.mt.serving.observing import Metrics, note
 from gshard.mt.serving.service import PIECES, RefusedError, Service
-from gshard.mt.serving.settings import Key, Keys, Settings
+from gshard.mt.serving.settings import ApiKeys, Key, Settings
 
 _AUTO = "auto"
 _EVENTS = "text/event-stream"
@@ -75,7 +75,7 @@ class Api:
     """The routes of one service."""
 
     def __init__(
-        self, service: Service, settings: Settings, keys: Keys, detector: Detector | None = None
+        self, service: Service, settings: Settings, keys: ApiKeys, detector: Detector | None = None
     ):
         self._service, self._settings, self._keys = service, settings, keys
         self._detector = detector

@@ -38,7 +38,7 @@ from gshard.mt.serving.connections import Connection
 from gshard.mt.serving.observing import Observed, start_logs
 from gshard.mt.serving.requests import answered, read_json
 from gshard.mt.serving.service import LONGEST, SECONDS, RefusedError, Service, log
-from gshard.mt.serving.settings import LOCAL, Key, Keys, Settings, is_local
+from gshard.mt.serving.settings import LOCAL, ApiKeys, Key, Settings, is_local
 
 _BACKLOG = 1024  # connections that are taken at once, before any of them is looked at
 _PAGE_BODY = 16 * LONGEST  # bytes of the page's request: every character may be an escape
@@ -90,7 +90,7 @@ class Access:
     """The token of the page's address, and the keys; the same in all workers of a server."""
 
     token: str
-    keys: Keys
+    keys: ApiKeys
 
     @staticmethod
     def of(settings: Settings, token: str = "", *, shared: bool = False) -> Access:
@@ -102,7 +102,7 @@ class Access:
         keys = settings.keys or (() if settings.is_open else (Key("token", token),))
         return Access(
             "page" if settings.is_open else token,
-            Keys(keys, is_open=settings.is_open, per_minute=settings.per_minute, shared=shared),
+            ApiKeys(keys, is_open=settings.is_open, per_minute=settings.per_minute, shared=shared),
         )
 
     def address(self, settings: Settings, port: int) -> str:

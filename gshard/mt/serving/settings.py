@@ -155,7 +155,7 @@ def _key(path: Path, table: Any) -> Key:
     return key
 
 
-class Keys:
+class ApiKeys:
     """The keys that a server knows, and what each may still use in this minute.
 
     Each has a bucket that holds as many texts as its limit and fills at that rate. `is_open` lets

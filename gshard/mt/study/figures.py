@@ -22,7 +22,7 @@ from gshard.mt.report.gathered import gather
 from gshard.mt.report.measures import Curve, centred_mean
 from gshard.mt.study.ledger import TRAINED, read_json
 from gshard.mt.study.plan import Study
-from gshard.pages import Axis, Chart, Series, curves
+from gshard.pages import Chart, ChartAxis, Series, curves
 
 METRICS = ("bleu", "chrf")
 GROUPS = ("all", "high", "mid", "low")
@@ -198,8 +198,8 @@ def _by_language(
         series.append(_series(model, found, points))
     title = f"{TITLES[metric]}{' over bilingual baselines' if zero else ''}"
     labels = [name.partition("-")[0] for name in order]
-    x = Axis("languages, those with the most training text first", labels=labels)
-    y = Axis(f"{title}, mean of 10 languages", zero=bool(zero))
+    x = ChartAxis("languages, those with the most training text first", labels=labels)
+    y = ChartAxis(f"{title}, mean of 10 languages", zero=bool(zero))
     return curves(f"{title} by language", series, x, y, _HEIGHT)
 
 
@@ -212,5 +212,5 @@ def _losses(found: Sequence[Scored], clock: str, scale: float, unit: str) -> Cha
         times = (record[clock] / scale for record in model.curve.records)
         series.append(_series(model, found, list(zip(times, losses, strict=True))))
         ends += losses[len(losses) // 10 :]
-    y = Axis("cross-entropy", *((min(ends) - 0.05, max(ends)) if ends else ()))
-    return curves("Training cross-entropy", series, Axis(unit, low=0.0), y, _HEIGHT)
+    y = ChartAxis("cross-entropy", *((min(ends) - 0.05, max(ends)) if ends else ()))
+    return curves("Training cross-entropy", series, ChartAxis(unit, low=0.0), y, _HEIGHT)

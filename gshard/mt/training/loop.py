@@ -32,7 +32,7 @@ from gshard.mt.training.prepare import (
     refuse_changes,
     teacher_config,
 )
-from gshard.mt.training.programs import Figures, Programs, RunState, joined, parts
+from gshard.mt.training.programs import Programs, RunState, StepFigures, joined, parts
 from gshard.mt.training.released import is_release
 from gshard.mt.training.stopping import Stop
 from gshard.nn.flops import step_flops
@@ -79,7 +79,7 @@ class Spent:
         """For the note of a checkpoint."""
         return {name: getattr(self, name) for name in ("tokens", "seconds", "waited")}
 
-    def add(self, figures: Figures, took: float) -> None:
+    def add(self, figures: StepFigures, took: float) -> None:
         """Count a step that is done."""
         self.in_a_row, self.loss = int(figures.in_a_row), float(figures.metrics.loss)
         self.tokens += float(figures.metrics.tokens)
@@ -91,7 +91,7 @@ class _Pending(NamedTuple):
     """A step whose figures are not looked at yet."""
 
     step: int
-    figures: Figures
+    figures: StepFigures
     arrays: Arrays
 
 

@@ -49,7 +49,7 @@ class RunState(NamedTuple):
     guard: guard.Guard
 
 
-class Figures(NamedTuple):
+class StepFigures(NamedTuple):
     """What a step tells: its losses, and the updates left out so far and lately."""
 
     metrics: StepMetrics
@@ -132,7 +132,7 @@ class Programs:
 
         def step(
             state: RunState, batch: Batch, key: Array, teacher: Transformer | None, **how: Any
-        ) -> tuple[RunState, Figures]:
+        ) -> tuple[RunState, StepFigures]:
             learned, metrics = train_step(
                 state.train,
                 batch,
@@ -146,7 +146,7 @@ class Programs:
             )
             judged, good = state.guard.judge(metrics.loss, metrics.grad_norm, config.train.spike)
             kept = guard.choose(good, learned, state.train)._replace(step=learned.step)
-            figures = Figures(metrics, judged.skipped, judged.in_a_row)
+            figures = StepFigures(metrics, judged.skipped, judged.in_a_row)
             return RunState(kept, judged), readable(figures)
 
         def dev(model: Transformer, batch: Batch) -> StepMetrics:
@@ -221,7 +221,7 @@ class Programs:
             lowered.compile()
         return 4
 
-    def step(self, state: RunState, arrays: Arrays) -> tuple[RunState, Figures]:
+    def step(self, state: RunState, arrays: Arrays) -> tuple[RunState, StepFigures]:
         """One update from this host's part of a batch; `state` is used up."""
         shapes, batch = _shapes_of(arrays), self.batch(arrays)
         if shapes not in self._compiled:  # of another bucket

@@ -25,7 +25,7 @@ from gshard.tensors.annotate import devices_of_trace, target_platform
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
-class Block(NamedTuple):
+class KernelBlock(NamedTuple):
     """The blocks of a kernel, and its launch parameters."""
 
     rows: int = 64
@@ -34,7 +34,7 @@ class Block(NamedTuple):
     interpret: bool = False
 
 
-BLOCK = Block()
+BLOCK = KernelBlock()
 
 
 def fits(x_ERC: Array) -> bool:
@@ -74,7 +74,7 @@ def gated_reference(grads_ERC: Array, units_ERC: Array) -> tuple[Array, Array, A
 
 @functools.partial(jax.jit, static_argnames=("dtype", "block"))
 def by_kernel(
-    x_ERC: Array, scale_E: Array, dtype: Any, block: Block = BLOCK
+    x_ERC: Array, scale_E: Array, dtype: Any, block: KernelBlock = BLOCK
 ) -> tuple[Array, Array]:
     """`both_ways` by the kernel."""
     straight, turned = _specs(block)
@@ -88,7 +88,7 @@ def by_kernel(
 
 @functools.partial(jax.jit, static_argnames="block")
 def gated_by_kernel(
-    grads_ERC: Array, units_ERC: Array, block: Block = BLOCK
+    grads_ERC: Array, units_ERC: Array, block: KernelBlock = BLOCK
 ) -> tuple[Array, Array, Array]:
     """`gated` by the kernel."""
     straight, turned = _specs(block)
@@ -105,14 +105,14 @@ def gated_by_kernel(
     return q_ERC, q_ECR, units_ECR
 
 
-def _specs(block: Block) -> tuple[pl.BlockSpec, pl.BlockSpec]:
+def _specs(block: KernelBlock) -> tuple[pl.BlockSpec, pl.BlockSpec]:
     """What a program sees of an array, and of one whose last two dims are swapped."""
     straight = pl.BlockSpec((None, block.rows, block.columns), lambda c, r, e: (e, r, c))
     return straight, pl.BlockSpec((None, block.columns, block.rows), lambda c, r, e: (e, c, r))
 
 
 def _call(
-    kernel: Any, block: Block, shape: tuple[int, ...], given: Any, made: Any, shapes: Any
+    kernel: Any, block: KernelBlock, shape: tuple[int, ...], given: Any, made: Any, shapes: Any
 ) -> Any:
     E, R, C = shape
     return pl.pallas_call(

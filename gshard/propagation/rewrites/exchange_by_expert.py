@@ -46,7 +46,7 @@ def exchange_by_expert(
     eqns = _one_variable_for_sizes(jaxpr.eqns)
     found = _groups(eqns, shardings, numbers, remarks)
     for sizes, groups in found.items():
-        eqns = _Region(sizes, groups, eqns, jaxpr.outvars, shardings).rewritten(remarks)
+        eqns = _ExpertRegion(sizes, groups, eqns, jaxpr.outvars, shardings).rewritten(remarks)
     return jaxpr.replace(eqns=eqns) if found else jaxpr
 
 
@@ -104,7 +104,7 @@ def _with_copies(sharding: Sharding, split: Split) -> Split:
     return split.times(minor)
 
 
-class _Region:
+class _ExpertRegion:
     """The equations of a program around the products by one list of sizes."""
 
     def __init__(

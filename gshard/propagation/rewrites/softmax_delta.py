@@ -36,7 +36,7 @@ def factor_out_delta(
 
 
 @dataclass
-class _Factors:
+class _Quotient:
     """The factors of a score, and whether they divide: scores, and rows, equal for all keys."""
 
     scores: list[tuple[Any, bool]] = field(default_factory=list)
@@ -49,7 +49,7 @@ def _delta(exit: Sum, product: Sum, region: Region) -> list[JaxprEqn] | None:
     if exit.eqn.primitive is not p.reduce_sum_p or exit.over != KEYS:
         return None
     graph = Graph(region.eqns)
-    summed, weights = _Factors(), _Factors()
+    summed, weights = _Quotient(), _Quotient()
     _take_apart(exit.scores, False, summed, region, graph)
     _take_apart(product.scores, False, weights, region, graph)
     others = list(summed.scores)
@@ -68,7 +68,7 @@ def _delta(exit: Sum, product: Sum, region: Region) -> list[JaxprEqn] | None:
     return _made(exit, found, rows, summed.negative != weights.negative, region)
 
 
-def _take_apart(atom: Any, divides: bool, into: _Factors, region: Region, graph: Graph) -> None:
+def _take_apart(atom: Any, divides: bool, into: _Quotient, region: Region, graph: Graph) -> None:
     """Collect the factors of a product, through operators that only rearrange it."""
     if _is_row(atom, region):
         into.rows.append((atom, divides))

@@ -30,7 +30,7 @@ from gshard.rules.base.rule import RULES, factors_of
 
 
 @dataclass(frozen=True)
-class _Row:
+class _KeyRow:
     """A value that is the same for all keys: the operand of a broadcast, or a number."""
 
     value: Any
@@ -43,8 +43,8 @@ class _Weights:
     """Scores that are `exp(logits + sum of added) * product of factors`."""
 
     logits: Any
-    added: tuple[_Row, ...] = ()
-    factors: tuple[_Row, ...] = ()
+    added: tuple[_KeyRow, ...] = ()
+    factors: tuple[_KeyRow, ...] = ()
 
 
 def softmax_of(graph: Graph, region: Region) -> Softmax | None:
@@ -161,19 +161,19 @@ class _Reader:
             return _Weights(atom)
         return _Weights(found.logits, (*found.added, row))
 
-    def row(self, atom: Any, scores: Any, inverse: bool) -> _Row | None:
+    def row(self, atom: Any, scores: Any, inverse: bool) -> _KeyRow | None:
         """An operand beside `scores` that is the same for all keys; None if it may differ."""
         if isinstance(scores, Literal):
             return None
         if isinstance(atom, Literal):
-            return _Row(atom, (), inverse) if not atom.aval.shape else None
+            return _KeyRow(atom, (), inverse) if not atom.aval.shape else None
         along = self.region.dims.get(scores)
         eqn, dims = self.graph.maker(atom), tuple(range(len(atom.aval.shape)))
         if eqn and eqn.primitive is p.broadcast_in_dim_p and len(eqn.invars) == 1:
             (atom,), dims = eqn.invars, tuple(map(int, eqn.params["broadcast_dimensions"]))
         sizes = dict(zip(dims, atom.aval.shape, strict=True))
         same = along is not None and sizes.get(along[1], 1) == 1
-        return _Row(atom, dims, inverse) if same else None
+        return _KeyRow(atom, dims, inverse) if same else None
 
 
 class _Writer:
@@ -208,12 +208,12 @@ class _Writer:
         written = {v for eqn in self.added for v in eqn.outvars}
         return [e for e in self.graph.eqns if written.isdisjoint(e.outvars)] + self.added
 
-    def reader(self, values: Sequence[jax.Array]) -> Callable[[_Row], jax.Array]:
+    def reader(self, values: Sequence[jax.Array]) -> Callable[[_KeyRow], jax.Array]:
         """Rows, in order, as arrays with one key."""
         given = iter(values)
         shape = [1 if d == self.keys else n for d, n in enumerate(self.logits.aval.shape)]
 
-        def read(row: _Row) -> jax.Array:
+        def read(row: _KeyRow) -> jax.Array:
             literal = isinstance(row.value, Literal)
             value = jnp.asarray(row.value.val) if literal else next(given)
             value = lax.broadcast_in_dim(value, shape, row.dims)
@@ -221,7 +221,7 @@ class _Writer:
 
         return read
 
-    def shifted(self, added: Sequence[_Row]) -> Callable[..., jax.Array]:
+    def shifted(self, added: Sequence[_KeyRow]) -> Callable[..., jax.Array]:
         """The maximum of logits to which rows are added."""
 
         def shift(top: jax.Array, *values: jax.Array) -> jax.Array:
@@ -260,8 +260,8 @@ class _Writer:
 
 def _with_rows(
     x: jax.Array,
-    rows: Sequence[_Row],
-    read: Callable[[_Row], jax.Array],
+    rows: Sequence[_KeyRow],
+    read: Callable[[_KeyRow], jax.Array],
     join: Callable[..., jax.Array],
     undo: Callable[..., jax.Array],
 ) -> jax.Array:
@@ -271,7 +271,7 @@ def _with_rows(
     return x
 
 
-def _values(rows: Sequence[_Row]) -> list[Any]:
+def _values(rows: Sequence[_KeyRow]) -> list[Any]:
     return [row.value for row in rows if not isinstance(row.value, Literal)]
 
 

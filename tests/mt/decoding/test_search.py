@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gshard.mt.batching.tokenizer import END
 from gshard.mt.decoding.beam import JAX
 from gshard.mt.decoding.host.translator import NUMPY
-from gshard.mt.decoding.search import BeamConfig, Continuations, FlatSearch, State
+from gshard.mt.decoding.search import BeamConfig, Continuations, FlatSearch, SearchState
 
 VOCAB = 7
 
@@ -54,14 +54,14 @@ def test_the_same_bits_in_numpy_and_under_xla(beam, length, alpha, forced, seed)
         return FlatSearch(config, library, table_step(library.xp, table, config), forced)
 
     mine = search(NUMPY)
-    state = State(0, mine.start(real, most), 0)
+    state = SearchState(0, mine.start(real, most), 0)
     while not state.beams.done.all():
         state = mine.advance(state)
 
     @jax.jit
     def compiled():
         theirs = search(JAX)
-        first = State(0, theirs.start(jnp.asarray(real), jnp.asarray(most)), 0)
+        first = SearchState(0, theirs.start(jnp.asarray(real), jnp.asarray(most)), 0)
         final = jax.lax.while_loop(lambda s: ~jnp.all(s.beams.done), theirs.advance, first)
         return theirs.found(final), final.cache
 

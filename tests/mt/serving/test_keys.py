@@ -4,7 +4,7 @@ import pytest
 
 from gshard.mt.errors import UserError
 from gshard.mt.serving import settings
-from gshard.mt.serving.settings import Key, Keys, read_keys
+from gshard.mt.serving.settings import ApiKeys, Key, read_keys
 
 GOOD = '[[key]]\nname = "a"\nkey = "long enough"\nper_minute = 6\n'
 
@@ -48,7 +48,7 @@ def test_a_limit_by_the_clock(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(settings.time, "monotonic", lambda: clock[0])
     few, free = Key("few", "few few few", 6), Key("free", "free free")
-    known = Keys((few, free))
+    known = ApiKeys((few, free))
     assert (known.find("few few few"), known.find("few"), known.find("")) == (few, None, None)
     assert [known.wait(few, 2) for _ in range(4)] == [0, 0, 0, 20]
     assert [known.wait(free, 1000) for _ in range(3)] == [0] * 3
@@ -62,6 +62,6 @@ def test_a_limit_by_the_clock(monkeypatch):
 
 
 def test_everyone_shares_one_limit():
-    known = Keys((), is_open=True, per_minute=2)
+    known = ApiKeys((), is_open=True, per_minute=2)
     everyone = known.find("")
     assert [known.wait(everyone, 1) > 0 for _ in range(3)] == [False, False, True]

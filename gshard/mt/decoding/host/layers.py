@@ -85,15 +85,15 @@ class Cache:
         self.keys, self.values = self.keys[rows], self.values[rows]
 
 
-class Layer:
+class HostLayer:
     """One layer, of the encoder or of the decoder."""
 
     def __init__(self, weights: Weights, c: TransformerConfig, *, decoder: bool, sparse: bool):
         self._project = _projections(weights, c)
         self._feed_forward: Session | None = None
-        self._experts: Experts | None = None
+        self._experts: HostExperts | None = None
         if sparse:
-            self._experts = Experts(weights, c, decoder=decoder)
+            self._experts = HostExperts(weights, c, decoder=decoder)
         else:
             self._feed_forward = _feed_forward(weights, c, decoder=decoder)
 
@@ -122,7 +122,7 @@ class Layer:
 Listener = Callable[[Choices], None]
 
 
-class Experts:
+class HostExperts:
     """A layer with experts: those that a row needs are run on their rows, and no others."""
 
     def __init__(self, weights: Weights, c: TransformerConfig, *, decoder: bool):
@@ -143,7 +143,7 @@ class Experts:
         self._each = [_expert(*(leaf[n] for leaf in found)) for n in range(c.experts)]
 
     def __call__(self, *inputs: np.ndarray) -> np.ndarray:
-        """The rows after the attentions and the experts, from the inputs of `Layer.finish`."""
+        """The rows after the attentions and the experts, from the inputs of `HostLayer.finish`."""
         x_RM, expert_RC, weight_RC, *read = self._before(*inputs)
         if self.listener is not None:
             self.listener(Choices(expert_RC.T, weight_RC.T))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, START
-from gshard.mt.decoding.host.layers import HIDDEN, Cache, Layer, side_by_side
+from gshard.mt.decoding.host.layers import HIDDEN, Cache, HostLayer, side_by_side
 from gshard.mt.decoding.host.products import OnnxGraph, OnnxOutput, Session, Weight
 from gshard.mt.decoding.texts import Choices, Routings
 from gshard.mt.training.weights import Quantized
@@ -42,7 +42,7 @@ class HostModel:
     def __init__(self, config: TransformerConfig, load: Load, weights: int = 0):
         self.config = c = config
         self.weights = weights  # how many there are
-        self._source, self._target = (_Embedding(load(f"{s}.table"), c) for s in SIDES)
+        self._source, self._target = (_HostEmbedding(load(f"{s}.table"), c) for s in SIDES)
         self._encoder = list(_layers(load, c, "encoder", c.encoder_layers))
         self._decoder = list(_layers(load, c, "decoder", c.decoder_layers))
         self._memory = _memory(load, c)
@@ -158,7 +158,7 @@ class HostModel:
 SIDES = ("source", "target")
 
 
-class _Embedding:
+class _HostEmbedding:
     """The vectors of tokens, with their positions."""
 
     def __init__(self, table: Weight, c: TransformerConfig):
@@ -185,11 +185,11 @@ def sinusoids(count: int, dim: int) -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
-def _layers(load: Load, c: TransformerConfig, side: str, count: int) -> Iterator[Layer]:
+def _layers(load: Load, c: TransformerConfig, side: str, count: int) -> Iterator[HostLayer]:
     for n in range(count):
         placed = (n + 1) % c.experts_every == 0
         sparse = bool(placed and c.experts and (side == "encoder" or c.experts_in == "both"))
-        yield Layer(in_layer(load, c, side, n), c, decoder=side == "decoder", sparse=sparse)
+        yield HostLayer(in_layer(load, c, side, n), c, decoder=side == "decoder", sparse=sparse)
 
 
 def in_layer(load: Load, c: TransformerConfig, side: str, n: int) -> Load:

@@ -22,7 +22,7 @@ from gshard.mt.decoding.search import (
     FlatSearch,
     Library,
     Live,
-    State,
+    SearchState,
     Translations,
 )
 from gshard.mt.decoding.texts import Routings, SearchJob, TextTranslator, TranslateConfig
@@ -97,11 +97,11 @@ def host_search(
     real_B = (source_BL != PAD).any(axis=1)
     most_B = np.full(len(real_B), config.max_length) if max_length_B is None else max_length_B
     beams, rows = search.start(real_B, most_B), np.flatnonzero(real_B)
-    found = search.found(State(np.zeros((), np.int32), beams, None))  # nothing yet
+    found = search.found(SearchState(np.zeros((), np.int32), beams, None))  # nothing yet
     if not len(rows):
         return found
     source_BL = source_BL[rows, : int((source_BL != PAD).sum(axis=1).max())]
-    state = State(0, _of(rows, beams), model.start(source_BL))
+    state = SearchState(0, _of(rows, beams), model.start(source_BL))
     while len(rows):
         state = search.advance(state)
         left = np.flatnonzero(~state.beams.done)
