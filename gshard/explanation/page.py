@@ -50,6 +50,7 @@ def page(findings: Findings, growth: Mapping[int, Forecast] | None = None) -> st
         files=_files(findings),
         devices=subject.num_devices,
         operators=f"{len(forecast.operators):,}",
+        pipelines=[(str(pipe), pipe.schedule.cells) for pipe in forecast.pipelines],
         **_memory(findings),
         **_times(forecast, growth),
         chains=findings.chains,

@@ -48,7 +48,8 @@ def forecast(
 class Forecast:
     """What a step of a program takes on each device.
 
-    `planned_for` is the hardware that the program was planned for, if that is another one.
+    `planned_for` is the hardware that the program was planned for, if that is another one, and
+    `pipelines` are its pipelines (`gshard.pipelining`).
     """
 
     hardware: Hardware
@@ -57,6 +58,7 @@ class Forecast:
     operators: tuple[Timed, ...]
     memory: Memory
     planned_for: str = ""
+    pipelines: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -218,6 +220,7 @@ def summary(f: Forecast) -> list[str]:
         f"{f.devices} x {f.hardware.name}, {f.topology.name}",
         *([planned] if f.planned_for else []),
         f"  step    {duration(f.step_seconds)}, {f.steps_per_second:.3g} steps a second",
+        *(f"  stages  {pipe}" for pipe in f.pipelines),
         f"  links   {links(f)}",
         f"  memory  {size(f.memory_bytes)} on each device, {room} {size(f.hardware.memory)}: "
         f"{size(memory.arguments)} arguments, {size(memory.results - memory.donated)} results "

@@ -39,6 +39,19 @@ class Pipe:
     counts: tuple[int, ...]
     head: float = 0.0
 
+    def __str__(self) -> str:
+        schedule, costs = self.schedule, [0.0] * self.schedule.stages
+        for (stage, _), layers in zip(schedule.positions, self.layers, strict=True):
+            costs[stage] += layers
+        costs[schedule.positions[-1][0]] += self.head
+        slowest, mean = costs.index(max(costs)), sum(costs) / len(costs)
+        late = f", stage {slowest} slowest by {100 * (max(costs) / mean - 1):.0f}%"
+        return (
+            f"{schedule.stages} stages, {schedule.microbatches} microbatches, {schedule.name}: "
+            f"bubble {100 * schedule.bubble:.1f}%{late if max(costs) > 1.005 * mean else ''}, "
+            f"{schedule.in_flight} in flight"
+        )
+
     @property
     def rows(self) -> np.ndarray:
         """For each row of the staged weights, by stage, chunk and layer, the layer it holds.

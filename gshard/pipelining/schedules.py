@@ -96,17 +96,21 @@ class Schedule:
         return f"{title}\n{self.text}"
 
     @property
+    def cells(self) -> list[list[str]]:
+        """A list for each stage: F3 is the forward pass of microbatch 3, F3.1 that of chunk 1."""
+        rows = self.table.swapaxes(0, 1).tolist()
+        return [[_cell(op, chunk, m, self.chunks) for op, chunk, m in row] for row in rows]
+
+    @property
     def text(self) -> str:
-        """A line for each stage: F3 is the forward pass of microbatch 3, F3.1 that of chunk 1."""
-        cells = [
-            [_cell(op, chunk, m, self.chunks) for op, chunk, m in row]
-            for row in self.table.tolist()
-        ]
-        width = max(len(cell) for row in cells for cell in row)
-        return "\n".join(
-            " ".join(row[stage].ljust(width) for row in cells).rstrip()
-            for stage in range(self.stages)
-        )
+        """The table, a line for each stage."""
+        width = max(len(cell) for row in self.cells for cell in row)
+        return "\n".join(" ".join(c.ljust(width) for c in row).rstrip() for row in self.cells)
+
+    @property
+    def schedule(self) -> str:
+        """Its name."""
+        return self.name
 
 
 def _cell(op: int, chunk: int, microbatch: int, chunks: int) -> str:

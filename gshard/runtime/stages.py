@@ -28,8 +28,11 @@ from gshard.forecast.program import body_of
 from gshard.forecast.report import GENERIC
 from gshard.forecast.time import timed
 from gshard.graph.readable import counted, size
+from gshard.graph.regions import walk
 from gshard.moving import inventory
 from gshard.moving.costs import GENERIC_COSTS
+from gshard.pipelining.meaning import Pipe, pipeline_p
+from gshard.pipelining.schedules import Schedule
 from gshard.planning.plan import Plan
 from gshard.runtime.compiled import Compiled, Stage
 from gshard.runtime.program import Program
@@ -89,6 +92,16 @@ class Lowered(Stage):
     def plan(self) -> Plan:
         """The per-device program before emission: every reshard, reduction and halo is a node."""
         return self._own().plan
+
+    @property
+    def pipelines(self) -> list[Schedule]:
+        """The schedules of the program's pipelines: `table`, `bubble`, `in_flight`; print them."""
+        return [pipe.schedule for pipe in self._pipes]
+
+    @property
+    def _pipes(self) -> list[Pipe]:
+        eqns = walk(self._own().captured.flat.jaxpr)
+        return [eqn.params["pipe"] for eqn in eqns if eqn.primitive is pipeline_p]
 
     def dump(self, folder: str | Path) -> list[Path]:
         """Write the program after every stage and pass into `folder`: one readable file each.
@@ -168,7 +181,8 @@ class Lowered(Stage):
         if hardware is None:
             hardware = self._planned_for
         made = forecast(planned, self._program.num_devices, hardware, topology, donated)
-        return replace(made, planned_for=self._other_plan(made.hardware))
+        planned_for = self._other_plan(made.hardware)
+        return replace(made, planned_for=planned_for, pipelines=tuple(self._pipes))
 
     def _other_plan(self, hardware: Hardware) -> str:
         """The hardware that the program was planned for, if that is not `hardware`."""

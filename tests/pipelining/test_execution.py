@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import gshard
+from gshard.graph.regions import walk
+from gshard.graph.ticks import Ticks
 from gshard.pipelining.schedules import NAMES, make
 from tests.pipelining.programs import dense, loss_of, make_dense, piped, plain
 
@@ -119,3 +121,19 @@ def test_a_check_compares_a_pipeline_with_its_meaning():
     arguments = make_dense(layers=2, batch=4)
     loss = piped(dense, stages=2, microbatches=2, schedule="1f1b")
     assert gshard.check(jax.value_and_grad(loss), *arguments, devices=2).ok
+
+
+def test_what_a_lowered_program_says_of_its_pipelines():
+    arguments = make_dense(layers=8, batch=32)
+    loss = piped(dense, stages=8, microbatches=16, schedule="zb-h1")
+    lowered = gshard.jit(jax.value_and_grad(loss), devices=8).lower(*arguments)
+    (found,) = lowered.pipelines
+    assert (found.schedule, found.stages, found.microbatches, found.ticks) == ("zb-h1", 8, 16, 55)
+    assert found.bubble <= 0.1273
+    assert found.in_flight == 8
+    forecast = lowered.forecast(hardware="h100")
+    assert "8 stages, 16 microbatches, zb-h1: bubble 12.7%, 8 in flight" in str(forecast)
+    (ticks,) = [t for t in map(Ticks.of, walk(lowered.jaxpr)) if t and len(t.own) == 5]
+    assert (ticks.own, ticks.runs) == ((7, 0, 16, 16, 16), 55)  # idle, F, F and head, B, W
+    assert 55 in {e.params["length"] for e in lowered.jaxpr.eqns if e.primitive.name == "scan"}
+    assert 'class="op-W"' in lowered.page()
