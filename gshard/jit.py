@@ -15,7 +15,9 @@ from gshard import _jax
 from gshard.capture.calls import (
     StaticLeaves,
     Trees,
+    called_with,
     check_given_once,
+    names_of,
     on_refs,
     on_values,
     refs_of,
@@ -172,7 +174,8 @@ class Jitted(Generic[P, R]):
             return of_values.lower(*values)
         if not all(map(_jax.is_array_like, leaves)):
             static, arrays = self._static_leaves(args, kwargs)
-            return self._for_leaves(static)._lower_arrays(tuple(arrays), {}, arrays, static)
+            with called_with(self._fun, args, kwargs):
+                return self._for_leaves(static)._lower_arrays(tuple(arrays), {}, arrays, static)
         return self._lower_arrays(args, kwargs, leaves)
 
     @_jax.api_boundary
@@ -245,7 +248,8 @@ class Jitted(Generic[P, R]):
             traced, order, mesh = self._trace(args, kwargs, leaves)
             if refs := refs_of(traced):
                 return self._of_refs(traced).lower(*refs, *leaves)
-            return self._lower(traced, order, mesh, leaves, static)
+            lowered = self._lower(traced, order, mesh, leaves, static)
+            return lowered.named(names_of(leaves))
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]

@@ -7,8 +7,11 @@ that are not arrays are returned unchanged.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +168,47 @@ def on_refs(traced: jax.stages.Traced) -> Callable[..., Any]:
 
     called.__name__ = called.__qualname__ = traced.fun_name
     return called
+
+
+_called: contextvars.ContextVar[tuple[Any, ...] | None] = contextvars.ContextVar(
+    "gshard_called", default=None
+)
+
+
+@contextlib.contextmanager
+def called_with(fun: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
+    """A context in which `names_of` names arrays as in this call, the outermost one.
+
+    Wrappers, a library's or gshard's, unpack the user's arguments: the arrays stay the same.
+    """
+    token = _called.set(_called.get() or (fun, args, kwargs))
+    try:
+        yield
+    finally:
+        _called.reset(token)
+
+
+def names_of(leaves: Sequence[Any]) -> tuple[str, ...]:
+    """The paths of arrays in the arguments of `called_with`, "" for others; () outside of it."""
+    if (call := _called.get()) is None:
+        return ()
+    found: dict[int, str] = {}
+    for name, leaf in named_leaves(*call):
+        found.setdefault(id(leaf), name)
+    return tuple(found.get(id(leaf), "") for leaf in leaves)
+
+
+def named_leaves(fun: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of arguments with their paths, as in `model.blocks[3].mlp.up.weight`."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # a function that Python cannot look into
+        parameters = []
+    positional = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    for path, leaf in jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))[0]:
+        side, key, *rest = path
+        given = key.key if side.idx else dict(enumerate(positional)).get(key.idx, f"[{key.idx}]")
+        yield given + jax.tree_util.keystr(tuple(rest)).removesuffix(".value"), leaf  # of NNX
 
 
 @dataclass(frozen=True)

@@ -57,3 +57,10 @@ class LibraryLowered(gshard.Lowered):
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Any:
         """The program, compiled by XLA, to be called like the function that was lowered."""
         return self._of_library(compiler_options=compiler_options)
+
+    @property
+    def in_shardings(self) -> Any:
+        """The shardings of the arrays among the arguments, by their paths in the library."""
+        shardings = self._program.input_shardings()
+        names = self._own().captured.argument_names[-len(shardings) :]
+        return dict(zip(names, shardings, strict=True))

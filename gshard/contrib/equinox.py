@@ -8,6 +8,7 @@ from typing import Any
 
 import equinox as eqx
 
+from gshard.capture.calls import called_with
 from gshard.contrib._swap import LibraryLowered, partitioned, take_own
 
 
@@ -67,7 +68,8 @@ class FilterJitted:
 
     def lower(self, /, *args: Any, **kwargs: Any) -> LibraryLowered:
         """Partition for arguments like these; arrays in them may be `jax.ShapeDtypeStruct`s."""
-        found = self._wrapper.lower(*args, **kwargs)
+        with called_with(self._wrapper.__wrapped__, args, kwargs):
+            found = self._wrapper.lower(*args, **kwargs)
         return LibraryLowered(found.lowered, found.compile)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

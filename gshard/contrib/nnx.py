@@ -8,6 +8,7 @@ from typing import Any
 
 from flax import nnx
 
+from gshard.capture.calls import called_with
 from gshard.contrib._swap import LibraryLowered, partitioned, take_own
 
 
@@ -58,7 +59,8 @@ def jit(fun: Callable[..., Any] | None = None, **keywords: Any) -> Any:
 
     def lowered(*args: Any, **kwargs: Any) -> LibraryLowered:
         """Partition for arguments like these, which are not changed."""
-        found = lower(*args, **kwargs)
+        with called_with(fun, args, kwargs):
+            found = lower(*args, **kwargs)
         return LibraryLowered(found.lowered, found.compile)
 
     wrapper.lower = lowered

@@ -51,9 +51,9 @@ class Names:
         if eqn is None:
             return ""
         if eqn.primitive is annotate_p:
-            own = "" if span_of(eqn) in self._mapped else annotated_name(eqn)
-            assigned = self._assigned.get(var, "")
-            return own or self._argument(eqn) or assigned or annotated_name(eqn)
+            own, argument = annotated_name(eqn), self._argument(eqn)
+            of_tree = span_of(eqn) in self._mapped or argument.startswith((f"{own}.", f"{own}["))
+            return ("" if of_tree else own) or argument or self._assigned.get(var, "") or own
         return self._assigned.get(var, "")
 
     def _argument(self, annotation: JaxprEqn) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -125,6 +126,16 @@ class Program(GlobalFunction):
     into = property(lambda self: self.arranged.into)
     out_of = property(lambda self: self.arranged.out_of)
     plan = property(lambda self: self.arranged.plan)
+
+    def named(self, names: Sequence[str]) -> Program:
+        """The same, with these names of its last arguments; "" keeps the one that there is."""
+        before = self.captured.argument_names
+        first = len(before) - len(names)
+        own = (new or old for new, old in zip(names, before[first:], strict=True))
+        changed = copy.copy(self)  # with what was made from it
+        captured = replace(self.captured, argument_names=(*before[:first], *own))
+        object.__setattr__(changed, "captured", captured)
+        return changed
 
     @property
     def subject(self) -> Subject:

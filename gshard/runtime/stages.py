@@ -49,6 +49,12 @@ class Lowered(Stage):
         self._planned_for = hardware
         self._compiled: Compiled | None = None
 
+    def named(self, names: Sequence[str]) -> Lowered:
+        """Itself, with these names of the arrays among the arguments, where they are given."""
+        if isinstance(self._program, Program) and any(names):
+            self._program = self._program.named(names)
+        return self
+
     def __repr__(self) -> str:
         if not isinstance(self._program, Program):
             return f"<gshard.Lowered of {self._name()}, to be partitioned by XLA>"

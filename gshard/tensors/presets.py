@@ -88,7 +88,7 @@ def _annotated(tree: T, chosen: Choice, mesh: tuple[int, int]) -> T:
         value = leaf if _names(leaf) is None else jax.tree.leaves(leaf)[0]
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             return leaf
-        column, row = chosen(path_name(path), value.shape, _names(leaf) or ())
+        column, row = chosen(_path_name(path), value.shape, _names(leaf) or ())
         tiles = [1] * len(value.shape)
         over = ids if column is not None else ids[:, :1]
         over = over if row is not None else over[:1]
@@ -121,8 +121,8 @@ def _names(leaf: Any) -> tuple[str | None, ...] | None:
     return tuple(found) if isinstance(found, tuple) else None
 
 
-def path_name(path: Iterable[Any]) -> str:
-    """The path of a leaf as its library writes it: `blocks[3].mlp.up.weight`."""
+def _path_name(path: Iterable[Any]) -> str:
+    """The path of a leaf, as rules have it: `blocks[3].mlp.up.weight`, of dicts too."""
     name = ""
     for key in path:
         part = getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))
