@@ -2,10 +2,10 @@
 
 `register_rule` with a string is enough for most primitives (docs/howto/custom-operators.md). A
 `Rule` describes an operator in full, as gshard's own rules do: its `Factors` say how the dims of
-operands and results correspond, `local` computes the results of one device from `Tile`s, and
-`partition` takes over where more is needed, with what the `Context` offers. `ways` lists its
-alternatives, of which `cheapest` finds the best; `by_factors` lists those of factors. The files in
-gshard/rules are examples.
+operands and results correspond, and `local` computes the results of one device from `Tile`s. Where
+more is needed, `ways` lists the ways to run the operator, of which the planner takes the cheapest,
+and `run` runs that one with what the `Context` offers; `by_factors` lists the ways of factors. The
+files in gshard/rules are examples.
 """
 
 import gshard.rules  # noqa: F401  (before a user's, which replace them)
@@ -14,9 +14,11 @@ from gshard.rules.base.register import register_rule
 from gshard.rules.base.rule import (
     Context,
     Doc,
+    Linear,
     LocalOp,
     PartitionRule,
     Rule,
+    RunWay,
     Shares,
     Way,
     Ways,
@@ -36,11 +38,13 @@ __all__ = [
     "Doc",
     "Factor",
     "Factors",
+    "Linear",
     "LocalOp",
     "PartitionRule",
     "Place",
     "Reason",
     "Rule",
+    "RunWay",
     "Shape",
     "Sharding",
     "Shares",

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.rules import RULES
+from gshard.rules import REGIONS
 from tests.rules.test_unknown import new_primitive
 
 UNKNOWN = new_primitive("nobody_knows", lambda x: x * 2)
@@ -87,7 +87,7 @@ def test_strict_refuses_what_would_run_whole():
 
 def test_every_rule_that_refuses_is_known():
     told: dict[str, set[str]] = {why: set() for why in REFUSED}
-    for primitive, rule in RULES.items():
+    for primitive, rule in REGIONS.items():
         if rule.doc.refused:
             (why,) = [w for w in REFUSED if w in rule.doc.refused]
             told[why].add(primitive.name)

@@ -18,7 +18,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import custom_partitioning_p
 from gshard.graph.regions import walk
-from gshard.rules.base.rule import RULES
+from gshard.rules.base.rule import REGIONS, RULES
 from gshard.rules.unknown import implementation, traced
 
 
@@ -29,7 +29,8 @@ def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if eqn.primitive in _REDUCERS and all(isinstance(a, int) for a in eqn.params["axes"]):
         return traced(eqn, _reduction_over_dims)
     described = eqn.primitive is not custom_partitioning_p or eqn.params["sharding_rule"]
-    if (eqn.primitive in RULES and described) or eqn.effects:
+    known = eqn.primitive in RULES or eqn.primitive in REGIONS
+    if (known and described) or eqn.effects:
         return None
     closed = implementation(eqn)
     if not isinstance(closed, ClosedJaxpr):

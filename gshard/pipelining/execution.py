@@ -28,8 +28,7 @@ from gshard.pipelining.partition import Stages
 from gshard.pipelining.passes import floats
 from gshard.pipelining.routes import LOCAL, Pairs, Routes, route
 from gshard.pipelining.schedules import B
-from gshard.rules.base.rule import Context, Doc, Rule, register
-from gshard.tensors.factors import no_factors
+from gshard.rules.base.rule import Context, Doc, region
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -119,6 +118,7 @@ class Execution:
         return Row._make([*found[:9], tuple(found[9:ends]), tuple(found[ends:])])
 
 
+@region(pipeline_p, doc=Doc(halo="from stage to stage: CollectivePermute"))
 def _partition(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
@@ -168,9 +168,3 @@ def planned(stages: Stages, pipe: Pipe, bodies: Bodies, tiles: Sequence[Tile]) -
         *(stages.by_stage(next(found), t) for t in middle[n_closures:]),
         *(stages.stacked(array, t, count) for array, t in zip(found, batch, strict=True)),
     ]
-
-
-register(
-    Rule(no_factors, partition=_partition, doc=Doc(halo="from stage to stage: CollectivePermute")),
-    pipeline_p,
-)

@@ -18,14 +18,11 @@ from gshard.moving.available import Mover
 from gshard.moving.costs import cost_model
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES
-from gshard.rules.base.rule import MOST_REMEMBERED, Rule, Shares, Way, equation_key
+from gshard.rules.base.rule import REMEMBERED, Rule, Shares, Way, equation_key
 from gshard.rules.base.uses import Uses
 from gshard.rules.base.ways import Layout, least, types_of, ways_of
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
-
-_cheapest_before: dict[Any, Way] = {}
-_in_place: dict[Any, tuple[Rule, Rule | None, Way]] = {}  # of equations that need no communication
 
 
 class Choice:
@@ -57,7 +54,7 @@ class Choice:
         of many layers are alike. None if there was no such equation.
         """
         key = (self.found.kinds.get(eqn), *[t.sharding for t in tiles], *targets)
-        _, registered, way = _in_place.get(key, (None, None, None))
+        _, registered, way = REMEMBERED.in_place.get(key, (None, None, None))
         # The user may have registered another rule meanwhile.
         if way is None or registered is not RULES.get(eqn.primitive):
             return None
@@ -74,7 +71,8 @@ class Choice:
     ) -> Way:
         """The cheapest way to run `eqn` on `tiles`, found once for equal equations."""
         shardings = tuple([t.sharding for t in tiles])
-        known, _, way = _in_place.get((self._kind(eqn), *shardings, *targets), (None, None, None))
+        key = (self._kind(eqn), *shardings, *targets)
+        known, _, way = REMEMBERED.in_place.get(key, (None, None, None))
         if way is not None and known is rule:  # the user may have registered another one meanwhile
             return way
         forms = [
@@ -109,20 +107,17 @@ class Choice:
         """The same for operands with these shardings, and what it shares with other operators."""
         kind, limit, costs = self._kind(eqn), self.memory_limit, cost_model()
         key = (kind, rule.ways or rule.factors, shardings, tuple(targets), shares, costs, limit)
-        found = None if kind is None else _cheapest_before.get(key)
+        found = None if kind is None else REMEMBERED.cheapest.get(key)
         if found is None:
             ways = ways_of(rule, eqn, shardings, targets, limit)
             found = least(ways, eqn, shardings, targets, shares)
             if isinstance(found.how, Layout):
                 found = found._replace(how=found.how.between(eqn, shardings, targets))
             if kind is not None:
-                if len(_cheapest_before) > MOST_REMEMBERED:
-                    _cheapest_before.clear()
-                    _in_place.clear()
-                _cheapest_before[key] = found
-                # That nothing moves is independent of costs, and so of the rest of the key.
+                REMEMBERED.add(REMEMBERED.cheapest, key, found)
                 if isinstance(found.how, Layout) and found.how.in_place:
-                    _in_place[kind, *shardings, *targets] = (rule, RULES.get(eqn.primitive), found)
+                    by, place = (rule, RULES.get(eqn.primitive), found), REMEMBERED.in_place
+                    place[kind, *shardings, *targets] = by
         return found
 
     def _shares(self, eqn: JaxprEqn, forms: Sequence[frozenset[Sharding]]) -> Shares | None:
@@ -169,7 +164,7 @@ class Choice:
             Sharding.replicated(len(a.aval.shape), devices) if isinstance(a, Literal) else known[a]
             for a in eqn.invars
         )
-        if rule is None or kind is None or (kind, *shardings, *targets) in _in_place:
+        if rule is None or kind is None or (kind, *shardings, *targets) in REMEMBERED.in_place:
             return None
         if any(s.manual or s.ragged is not None for s in (*shardings, *targets)):
             return None

@@ -17,7 +17,7 @@ from gshard.graph.source import reason_of, source_of
 from gshard.graph.text import program_text
 from gshard.moving.inventory import COLLECTIVES, Collective, collectives_of
 from gshard.moving.nodes import node_bytes, node_of
-from gshard.rules.base.rule import RULES
+from gshard.rules.base.rule import REGIONS, RULES, Rule
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,13 @@ class Plan:
 
 def _rule_of(operator: str) -> str:
     """The file of the rule of an operator, in parentheses."""
-    for primitive, rule in RULES.items():
+    made: Any
+    known: dict[Any, Any] = {**RULES, **REGIONS}
+    for primitive, rule in known.items():
         if primitive.name == operator:
-            made: Any = (rule.ways or rule.factors) if rule.by_factors else rule.partition
+            made = rule.partition
+            if isinstance(rule, Rule):
+                made = rule.run or rule.ways or rule.factors
             module = getattr(made, "func", made).__module__  # a partial function's is "functools"
             return f" (rule: {module.removeprefix('gshard.').replace('.', '/')}.py)"
     return ""

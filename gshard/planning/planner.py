@@ -27,7 +27,7 @@ from gshard.planning.choose import Choice
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES, Rule, rule_of
 from gshard.rules.base import unreduced
-from gshard.rules.base.rule import Way
+from gshard.rules.base.rule import Elementwise, Way
 from gshard.rules.base.uses import NOTHING, Uses, may_stay_unreduced
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
@@ -149,7 +149,7 @@ class Planner:
                 again = self.choice.repeated(eqn, operands, targets) if eqn.ctx is context else None
                 results = again or self.equation(eqn, operands, targets)
                 rule = RULES.get(eqn.primitive)
-                if rule and (rule.elementwise or eqn.primitive in REARRANGING):
+                if rule and (isinstance(rule, Elementwise) or eqn.primitive in REARRANGING):
                     # Weakly: the planner is freed together with what it remembers.
                     local = functools.partial(rule.local, weakref.proxy(self))
                     self.mover.remember(Made(results[0], eqn, tuple(operands), local))

@@ -193,10 +193,10 @@ def _preferences(edge: Edge, splits: Sequence[Sequence[Split | None]]) -> dict[F
             if split is None or not dim:
                 continue
             for factor, part in decompose(split, dim, factors.sizes).items():
-                taker = factors.taken_over(factor, part)
-                if taker and (not part.ragged or (eqn and rowwise(eqn, factor))):
-                    tally = (votes if taker == factor else instead).setdefault(taker, {})
-                    tally[part] = tally.get(part, 0) + weight
+                for taker in factors.taken_over(factor, part)[:1]:
+                    if not part.ragged or (eqn and rowwise(eqn, factor)):
+                        tally = (votes if taker == factor else instead).setdefault(taker, {})
+                        tally[part] = tally.get(part, 0) + weight
     votes = instead | votes
     favourite = {f: max(tally, key=tally.__getitem__) for f, tally in votes.items()}
     order = sorted(favourite, key=lambda f: (f not in factors.priority, -votes[f][favourite[f]]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 from gshard.graph.kinds import ALIASES
 from gshard.graph.reason import Reason
 from gshard.moving.halo import window
+from gshard.moving.plan import reshard_cost
 from gshard.reproducible.primitives import (
     in_one_piece_p,
     leaf_dot_p,
@@ -25,11 +26,12 @@ from gshard.reproducible.primitives import (
     tree_sum_p,
 )
 from gshard.reproducible.products import OPAQUE, chained_product, pinned
-from gshard.rules.base.rule import Context, Doc, Rule, bind_local, partition_by_factors, register
+from gshard.rules.base.rule import Context, Doc, Elementwise, Rule, Way, bind_local, register, rule
+from gshard.rules.base.ways import Layout, by_factors
 from gshard.rules.contraction import dot_factors, dot_work
-from gshard.rules.scatter import partition_scatter, scatter_factors, scatter_ways
+from gshard.rules.scatter import run_scatter, scatter_factors, scatter_ways
 from gshard.tensors.devices import Place
-from gshard.tensors.factors import Factors, Shape, all_dims
+from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 from gshard.tensors.trees import halved, neighbours
@@ -45,7 +47,7 @@ def _leaf_factors(eqn: JaxprEqn) -> Factors:
     """Devices that split contracted rows exchange them for leaves, or for another batch dim."""
     factors = dot_factors(eqn)
     most = max(factors.priority, key=factors.sizes.__getitem__, default=None)
-    instead = dict.fromkeys(factors.reduced, most) if most else {}
+    instead = dict.fromkeys(factors.reduced, (most,)) if most else {}
     return replace(factors, reduced={}, replicated=frozenset(factors.reduced), instead=instead)
 
 
@@ -135,26 +137,56 @@ def _in_one_piece(
     return lax.cond(ctx.place.known[OPAQUE] != 0, run, lambda *_: zeros, *arrays)
 
 
-def _partition_tree(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
-    (tile,), axis = tiles, eqn.params["axis"]
-    split, n = tile.sharding.splits[axis], tile.shape[axis]
+def tree_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterable[Way]:
+    """Of equal subtrees each device has one; else they exchange nodes for parts of another dim.
+
+    `Way.how` is then the sharding under which a device completes its part of the tree.
+    """
+    (here,), axis, aval = shardings, eqn.params["axis"], eqn.invars[0].aval
+    split, n = here.splits[axis], aval.shape[axis]
     if split is None or (n % split.tiles == 0 and not split.idle):
-        return partition_by_factors(ctx, eqn, tiles, targets, _SUBTREES)
-    others = [d for d, s in enumerate(tile.sharding.splits) if s is None and tile.shape[d] > 1]
-    if split.idle or not others or tile.is_unreduced or not tile.is_standard:
-        return partition_by_factors(ctx, eqn, tiles, targets, _WHOLE)
-    # Devices exchange what they have of the tree for parts of another dim, and complete it there.
-    parts = _own_nodes(ctx.place, tile, axis, split)
-    dim = max(others, key=lambda d: tile.shape[d])
-    exchanged = parts.sharding.replace(axis, None).replace(dim, split)
-    why = Reason("operand", eqn.primitive.name)
-    moved = ctx.reshard(parts, exchanged, why)
-    total = _completed(moved.array, axis, split.tiles, -(-n // split.tiles), n)
+        return by_factors(eqn, _tree_factors(eqn), shardings, targets)
+    others = [d for d, s in enumerate(here.splits) if s is None and aval.shape[d] > 1]
+    if split.idle or not others:
+        return by_factors(eqn, _whole_factors(eqn), shardings, targets)
+    dim = max(others, key=lambda d: aval.shape[d])
+    exchanged = here.replace(axis, None).replace(dim, split)
     kept = tuple(s for d, s in enumerate(exchanged.splits) if d != axis)
-    shape = tuple(m for d, m in enumerate(tile.shape) if d != axis)
-    return [Tile(total, Sharding(kept, exchanged.num_devices), shape)]
+    nodes = _nodes(-(-n // split.tiles)) * split.tiles
+    shape = (*aval.shape[:axis], nodes, *aval.shape[axis + 1 :])
+    sent = reshard_cost(here, exchanged, shape, aval.dtype)
+    return [Way((here,), (Sharding(kept, here.num_devices),), exchanged, sent=sent)]
+
+
+@rule(
+    tree_sum_p,
+    factors=_tree_factors,
+    local=_tree_sum,
+    ways=tree_ways,
+    doc=Doc(
+        free="kept dims",
+        gather="the summed dim: AllToAll of subtrees, and AllGather unless the result is split",
+    ),
+)
+def _run_tree(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    if isinstance(way.how, Layout):
+        return way.how.run(ctx, eqn, _tree_sum, tiles, targets)
+    why, axis = Reason("operand", eqn.primitive.name), eqn.params["axis"]
+    tile = ctx.reshard(tiles[0], way.operands[0], why)
+    split, n = tile.sharding.splits[axis], tile.shape[axis]
+    assert split
+    moved = ctx.reshard(_own_nodes(ctx.place, tile, axis, split), way.how, why)
+    total = _completed(moved.array, axis, split.tiles, -(-n // split.tiles), n)
+    return [Tile(total, way.results[0], tuple(eqn.outvars[0].aval.shape))]
+
+
+def _nodes(count: int) -> int:
+    """How many nodes of the tree a device with so many leaves has."""
+    return 1 if _is_power(count) else (count + 1 + (count + 1) % 2) // 2
 
 
 def _is_power(n: int) -> bool:
@@ -206,15 +238,15 @@ def _completed(x: jax.Array, axis: int, tiles: int, count: int, leaves: int) -> 
     return neighbours(lax.concatenate([f for f in found if f is not None], axis), axis, lax.add)
 
 
-_SUBTREES, _WHOLE = Rule(_tree_factors, _tree_sum), Rule(_whole_factors, _tree_sum)
-
 ALIASES.add(pin_p)
-register(Rule(all_dims, _pin, level=0, elementwise=True, doc=Doc(free="every dim")), pin_p)
+register(Elementwise(local=_pin), pin_p)
 register(
     Rule(
         _leaf_factors,
         _leaf_dot,
-        work=dot_work,
+        ways=lambda eqn, shardings, targets, limit: by_factors(
+            eqn, _leaf_factors(eqn), shardings, targets, work=dot_work
+        ),
         doc=Doc(
             free="batch dims; any dim of one operand alone", gather="contracting dims: AllGather"
         ),
@@ -239,21 +271,9 @@ register(
 )
 register(
     Rule(
-        _tree_factors,
-        _tree_sum,
-        partition=_partition_tree,
-        doc=Doc(
-            free="kept dims",
-            gather="the summed dim: AllToAll of subtrees, and AllGather unless the result is split",
-        ),
-    ),
-    tree_sum_p,
-)
-register(
-    Rule(
         scatter_factors,
-        partition=partition_scatter,
         ways=scatter_ways,
+        run=run_scatter,
         doc=Doc(
             free="batch dims, full windows, dims looked up in",
             gather="indices: AllGather of the updates",

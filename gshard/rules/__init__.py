@@ -29,21 +29,22 @@ from gshard.rules import (  # noqa: F401  (each file registers its operators)
     window,
     window_reduce,
 )
-from gshard.rules.base.rule import RULES, Rule
+from gshard.rules.base.rule import REGIONS, RULES, Region, Rule
 from gshard.rules.base.unreduced import with_unreduced
 from gshard.rules.manual import CROSSING_MANUAL, IN_REGION
 from gshard.rules.unknown import unknown_rule
 from gshard.tensors.tile import Tile
 
-__all__ = ["RULES", "Rule", "rule_of"]
+__all__ = ["REGIONS", "RULES", "Region", "Rule", "rule_of"]
 
 
-def rule_of(eqn: JaxprEqn, tiles: Sequence[Tile], strict: bool) -> Rule:
+def rule_of(eqn: JaxprEqn, tiles: Sequence[Tile], strict: bool) -> Rule | Region:
     """The rule by which an operator runs on these tiles: every operator has one.
 
     With `strict`, a primitive for which none is registered is an error.
     """
     if any(t.sharding.manual for t in tiles) and eqn.primitive not in CROSSING_MANUAL:
         return IN_REGION
-    rule = RULES.get(eqn.primitive) or unknown_rule(eqn, strict)
+    known = REGIONS.get(eqn.primitive) or RULES.get(eqn.primitive)
+    rule = known or unknown_rule(eqn, strict)
     return with_unreduced(rule) if any(t.is_unreduced for t in tiles) else rule

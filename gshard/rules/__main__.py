@@ -14,7 +14,7 @@ from jax.extend.core import primitives as exported
 
 from gshard._jax import private_primitives, shard_map_p
 from gshard.graph import CALLS
-from gshard.rules import RULES
+from gshard.rules import REGIONS, RULES, Region, Rule
 from gshard.rules.base.rule import Doc
 
 # Capture discharges references into values.
@@ -50,7 +50,8 @@ def table() -> str:
     """The page: a row per primitive that has a rule, or that is inlined before partitioning."""
     public = {primitive: name for name, primitive in exported_primitives().items()}
     rows = {}
-    for primitive, rule in RULES.items():
+    described: dict[Primitive, Rule | Region] = {**RULES, **REGIONS}
+    for primitive, rule in described.items():
         rows[primitive] = _row(rule.doc)
     for primitive in (*CALLS, shard_map_p):
         rows[primitive] = _row(Doc(free="inlined: as its body"))

@@ -8,12 +8,13 @@ rejected, with the name of the primitive and the user's line.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as p
 
 from gshard import _jax
@@ -21,11 +22,13 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.graph.source import because, source_of
 from gshard.moving import collectives
-from gshard.rules.base.rule import Context, Doc, Rule, bind_local, register
+from gshard.moving.costs import sent_bytes, timed
+from gshard.rules.base.rule import Context, Doc, Rule, Way, bind_local, region, register, rule
+from gshard.rules.base.ways import replicated_way
 from gshard.tensors.factors import no_factors
 from gshard.tensors.meshes import ordinary
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tile, byte_size
 from gshard.tensors.uneven import UnevenSharding
 
 
@@ -67,13 +70,45 @@ def _whole(ctx: Context, array: jax.Array, var: Any) -> Tile:
     return Tile(array, Sharding.replicated(array.ndim, ctx.place.num_devices), var.aval.shape)
 
 
-def _call(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def once_way(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """Side effects: replicated operands, and results that all devices sum."""
+    for way in replicated_way(eqn, shardings, targets, limit):
+        sizes = [byte_size(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+        count = way.results[0].num_devices if sizes else 1
+        yield way._replace(
+            sent=timed(sum(sent_bytes("all_reduce", n, count) for n in sizes), len(sizes))
+        )
+
+
+def call_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """On replicated operands, on the first device or on all."""
+    return (once_way if _is_once(eqn) else replicated_way)(eqn, shardings, targets, limit)
+
+
+def _is_once(eqn: JaxprEqn) -> bool:
+    return eqn.primitive in _EFFECTS or bool(eqn.params.get("has_side_effect"))
+
+
+def _call(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     reason = Reason("step", "", f"{eqn.primitive.name} needs replicated operands")
-    once = eqn.primitive in _EFFECTS or eqn.params.get("has_side_effect")
-    return (run_once if once else run_everywhere)(ctx, eqn, tiles, reason)
+    return (run_once if _is_once(eqn) else run_everywhere)(ctx, eqn, tiles, reason)
 
 
-def _inspect(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+@rule(
+    *_jax.private_primitives("debugging", "inspect_sharding_p"),
+    factors=no_factors,
+    ways=lambda eqn, shardings, targets, limit: [Way(tuple(shardings), ())],
+    doc=Doc(free="every dim"),
+)
+def _inspect(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     """`jax.debug.inspect_array_sharding`: says the plan's sharding when the program is compiled."""
     (tile,) = tiles
     made = ordinary if tile.sharding.is_even(tile.shape) else UnevenSharding
@@ -85,17 +120,16 @@ def _inspect(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
     return []
 
 
-def refused(why: str) -> Rule:
-    """A rule that rejects a primitive, for operators without a meaning in a partitioned program."""
+def refuse(why: str, *primitives: Primitive) -> None:
+    """Reject operators without a meaning in a partitioned program."""
 
-    def refuse(
+    @region(*primitives, doc=Doc(refused=why))
+    def refused(
         ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
     ) -> list[Tile]:
         raise NotImplementedError(
             f"{source_of(eqn)}: gshard cannot partition {eqn.primitive.name!r}: {why}"
         )
-
-    return Rule(no_factors, partition=refuse, doc=Doc(refused=why))
 
 
 _COLLECTIVE = (
@@ -122,7 +156,8 @@ _EFFECTS = (
 register(
     Rule(
         no_factors,
-        partition=_call,
+        ways=call_ways,
+        run=_call,
         doc=Doc(gather="every dim: AllGather, then it runs replicated on every device"),
     ),
     *_jax.private_primitives("callback", "pure_callback_p"),
@@ -131,7 +166,8 @@ register(
 register(
     Rule(
         no_factors,
-        partition=_call,
+        ways=call_ways,
+        run=_call,
         doc=Doc(
             gather="every dim: AllGather, then it runs on the first device; AllReduce of the result"
         ),
@@ -139,14 +175,10 @@ register(
     *_EFFECTS,
 )
 register(Rule(no_factors, doc=Doc(free="a scalar")), p.empty2_p)
-register(
-    Rule(no_factors, partition=_inspect, doc=Doc(free="every dim")),
-    *_jax.private_primitives("debugging", "inspect_sharding_p"),
-)
-register(refused(_COLLECTIVE), *_COLLECTIVES)
-register(
-    refused("tokens order the effects of one device; use values or optimization_barrier"),
+refuse(_COLLECTIVE, *_COLLECTIVES)
+refuse(
+    "tokens order the effects of one device; use values or optimization_barrier",
     p.after_all_p,
     p.create_token_p,
 )
-register(refused("it is the placeholder of a derivative that was not taken"), p.custom_lin_p)
+refuse("it is the placeholder of a derivative that was not taken", p.custom_lin_p)

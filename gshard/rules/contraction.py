@@ -9,7 +9,7 @@ CollectivePermutes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,20 +24,13 @@ from gshard._jax import private_primitives
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
+from gshard.moving.costs import timed
 from gshard.moving.partial import combine
 from gshard.moving.reductions import mask_for
-from gshard.rules.base.rule import (
-    Context,
-    Doc,
-    Rule,
-    cheapest,
-    linear_in,
-    no_order,
-    register,
-)
-from gshard.rules.base.ways import Layout
+from gshard.rules.base.rule import Context, Doc, Way, bind_local, linear_in, rule
+from gshard.rules.base.ways import Layout, by_factors
 from gshard.tensors.devices import Place
-from gshard.tensors.factors import Assignment, Factor, Factors, shard_dims, shard_result
+from gshard.tensors.factors import Factor, Factors, shard_dims, shard_result
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, byte_size
 
@@ -57,7 +50,8 @@ def dot_factors(eqn: JaxprEqn) -> Factors:
     batch = [f"b{i}" for i in range(len(lhs_batch))]
     out = batch + [f for f in lhs if f[0] == "l"] + [f for f in rhs if f[0] == "r"]
     contracted = [f"k{i}" for i in range(len(lhs_contract))]
-    return Factors.of(eqn, [lhs, rhs], [out], dict.fromkeys(contracted, "sum"), priority=batch)
+    reduced = dict.fromkeys(contracted, "sum")
+    return Factors.of(eqn, [lhs, rhs], [out], reduced, priority=batch, ordered=())
 
 
 def dot_work(part: Mapping[Factor, int]) -> float:
@@ -65,54 +59,81 @@ def dot_work(part: Mapping[Factor, int]) -> float:
     return 2 * math.prod(part.values())
 
 
-def partition_dot(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
-    """The cheapest split of the factors; in a loop if it gathers more than memory allows."""
-    layout: Layout = cheapest(ctx, eqn, _RULE, tiles, targets).how
-    for which, tile in enumerate(tiles):
-        around = _too_large(ctx, layout, which, tile)
-        if around:
-            factors, chosen = layout.factors, layout.chosen
-            return [_in_a_loop(ctx, eqn, factors, chosen, which, around, tiles, targets[0])]
-    return layout.run(ctx, eqn, _RULE.local, tiles, targets)
+@dataclass(frozen=True)
+class _Loop:
+    """A product in which the tiles of one operand, `which`, pass around along a factor."""
+
+    layout: Layout
+    which: int
+    factor: Factor
+    split: Split
 
 
-def _too_large(ctx: Context, layout: Layout, which: int, tile: Tile) -> tuple[Factor, Split] | None:
-    """The factor along which an operand would have to be gathered beyond the memory limit."""
+def dot_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """The splits of the factors; in a loop where one gathers more than memory allows."""
+    for way in by_factors(eqn, dot_factors(eqn), shardings, targets, work=dot_work):
+        loops = (_too_large(eqn, way.how, n, here, limit) for n, here in enumerate(shardings))
+        loop = next(filter(None, loops), None)
+        if loop is None:
+            yield way
+            continue
+        n, aval, operands = loop.which, eqn.invars[loop.which].aval, list(way.operands)
+        dim = loop.layout.factors.operands[n].index((loop.factor,))
+        operands[n] = operands[n].replace(dim, loop.split)
+        tile = byte_size(operands[n].local_shape(aval.shape), aval.dtype)
+        sent = timed((loop.split.tiles - 1) * tile)  # one latency, as a gather has
+        yield way._replace(operands=tuple(operands), how=loop, sent=sent)
+
+
+def _too_large(
+    eqn: JaxprEqn, layout: Layout, which: int, here: Sharding, limit: int
+) -> _Loop | None:
+    """A loop along the factor along which an operand would be gathered beyond the memory limit."""
     wanted, local = layout.operands[which]
-    if byte_size(local, tile.array.dtype) <= ctx.memory_limit:
+    if byte_size(local, eqn.invars[which].aval.dtype) <= limit:
         return None
-    gathered = [
-        (dim[0], split)
-        for dim, split, new in zip(
-            layout.factors.operands[which], tile.sharding.splits, wanted.splits, strict=True
-        )
-        if split and new is None
-    ]
-    return gathered[0] if len(gathered) == 1 else None
+    dims = zip(layout.factors.operands[which], here.splits, wanted.splits, strict=True)
+    cut = [(dim[0], split) for dim, split, new in dims if split and not new]
+    return _Loop(layout, which, *cut[0]) if len(cut) == 1 else None
 
 
-def _in_a_loop(
-    ctx: Context,
-    eqn: JaxprEqn,
-    factors: Factors,
-    chosen: Assignment,
-    which: int,
-    around: tuple[Factor, Split],
-    tiles: list[Tile],
-    target: Sharding,
-) -> Tile:
+@rule(
+    p.dot_general_p,
+    factors=dot_factors,
+    ways=dot_ways,
+    linear=linear_in((0,), (1,)),
+    doc=Doc(
+        free="batch dims; any dim of one operand alone",
+        gather="contracting dims: AllReduce or ReduceScatter of the result; where operands "
+        "disagree: AllToAll or AllGather of the smaller",
+    ),
+)
+def _dot(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    if isinstance(way.how, _Loop):
+        return [_in_a_loop(ctx, eqn, way, tiles, targets[0])]
+    return way.how.run(ctx, eqn, bind_local, tiles, targets)
+
+
+def _in_a_loop(ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], target: Sharding) -> Tile:
     """Cannon's algorithm: one operand's tiles pass around all devices, multiplied on each.
 
     No device ever holds the entire operand. The loop runs once per tile and sends all but one.
     """
-    place = ctx.place
-    factor, split = around
+    place, loop = ctx.place, way.how
+    which, factor, split = loop.which, loop.factor, loop.split
+    factors, chosen = loop.layout.factors, loop.layout.chosen
     reason = Reason(
         "step", eqn.primitive.name, f"operand of {_mib(tiles[which])} exceeds the memory limit"
     )
-    ready = _operands(ctx, eqn, factors, chosen, tiles, which, around)
+    why = Reason("operand", eqn.primitive.name)
+    ready = [
+        mask_for(ctx.place, ctx.reshard(t, wanted, why), dims, factors)
+        for t, wanted, dims in zip(tiles, way.operands, factors.operands, strict=True)
+    ]
     moving, still = ready[which], ready[1 - which]
     rows = moving.array.shape[factors.operands[which].index((factor,))]
     still_dims, out_dims = factors.operands[1 - which], factors.results[0]
@@ -145,26 +166,6 @@ def _in_a_loop(
     here = shard_result(out_dims, chosen, factors, target.num_devices)
     done = Tile(total, here, shape, eqn.primitive.name)
     return combine(place, done, factors.reduction(chosen), target)
-
-
-def _operands(
-    ctx: Context,
-    eqn: JaxprEqn,
-    factors: Factors,
-    chosen: Assignment,
-    tiles: list[Tile],
-    which: int,
-    around: tuple[Factor, Split],
-) -> list[Tile]:
-    """The operands as `chosen`, except the passing one, which stays split."""
-    ready = []
-    for number, (tile, dims) in enumerate(zip(tiles, factors.operands, strict=True)):
-        wanted = shard_dims(dims, chosen, factors, tile.sharding.num_devices)
-        if number == which:
-            wanted = wanted.replace(dims.index((around[0],)), around[1])
-        tile = ctx.reshard(tile, wanted, Reason("operand", eqn.primitive.name))
-        ready.append(mask_for(ctx.place, tile, dims, factors))
-    return ready
 
 
 def _zeros_behind(x: jax.Array, dim: int, size: int) -> jax.Array:
@@ -216,6 +217,13 @@ def _mib(tile: Tile) -> str:
     return f"{math.prod(tile.shape) * tile.array.dtype.itemsize / 2**20:.3g} MiB"
 
 
+@rule(
+    *private_primitives("lax.lax", "ragged_dot_general_p"),
+    doc=Doc(
+        free="dims that the group sizes do not count",
+        gather="contracting dims: AllReduce of the result; ragged and group dims: AllGather",
+    ),
+)
 def ragged_factors(eqn: JaxprEqn, rows: str | None = None) -> Factors:
     """A grouped product: the dim that the group sizes count is unsplit, the others are free.
 
@@ -240,29 +248,4 @@ def ragged_factors(eqn: JaxprEqn, rows: str | None = None) -> Factors:
     groups: list[str | None] = [None] * len(eqn.invars[2].aval.shape)
     out = [None] * (rank - len(out)) + out  # one result per group, in front
     contracted = {n: "sum" for n in lhs if n and n[0] == "k"}
-    return Factors.of(eqn, [lhs, rhs, groups], [out], contracted)
-
-
-_RULE = Rule(
-    dot_factors,
-    partition=partition_dot,
-    work=dot_work,
-    linear=linear_in((0,), (1,)),
-    ordered=no_order,
-    doc=Doc(
-        free="batch dims; any dim of one operand alone",
-        gather="contracting dims: AllReduce or ReduceScatter of the result; where operands "
-        "disagree: AllToAll or AllGather of the smaller",
-    ),
-)
-register(_RULE, p.dot_general_p)
-register(
-    Rule(
-        ragged_factors,
-        doc=Doc(
-            free="dims that the group sizes do not count",
-            gather="contracting dims: AllReduce of the result; ragged and group dims: AllGather",
-        ),
-    ),
-    *private_primitives("lax.lax", "ragged_dot_general_p"),
-)
+    return Factors.of(eqn, [lhs, rhs, groups], [out], contracted, ordered=())

@@ -21,7 +21,7 @@ from gshard._jax import private_primitives
 from gshard.graph.reason import Reason
 from gshard.graph.regions import Loop
 from gshard.moving.nodes import planned_bytes
-from gshard.rules.base.rule import Context, Doc, Rule, register
+from gshard.rules.base.rule import Context, Doc, Rule, region, register
 from gshard.rules.base.unreduced import as_unreduced
 from gshard.rules.base.uses import accumulators, leaving, linear_carries
 from gshard.tensors.factors import no_factors
@@ -72,6 +72,7 @@ class _Trial:
         self.values = inner.values
 
 
+@region(p.scan_p, doc=Doc(free="as its body", gather="the dim it runs over: AllGather"))
 def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     params, scan = eqn.params, Loop.of(eqn)
     assert scan is not None
@@ -216,6 +217,7 @@ def _stacked(sharding: Sharding) -> Sharding:
     return replace(sharding, splits=(None, *sharding.splits))
 
 
+@region(p.while_p, doc=Doc(free="as its body"))
 def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     params = eqn.params
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
@@ -258,6 +260,7 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
     return carried(lax.while_loop(go_on, step, [t.array for t in carry]))
 
 
+@region(p.cond_p, doc=Doc(free="as its branches"))
 def _cond(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     index, *operands = tiles
     arguments = [t.array for t in operands]
@@ -296,16 +299,6 @@ def _cond(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
 
 
 register(
-    Rule(
-        no_factors,
-        partition=_scan,
-        doc=Doc(free="as its body", gather="the dim it runs over: AllGather"),
-    ),
-    p.scan_p,
-)
-register(
     Rule(no_factors, doc=Doc(free="a scalar")),
     *private_primitives("lax.control_flow.conditionals", "platform_index_p"),
 )
-register(Rule(no_factors, partition=_while, doc=Doc(free="as its body")), p.while_p)
-register(Rule(no_factors, partition=_cond, doc=Doc(free="as its branches")), p.cond_p)

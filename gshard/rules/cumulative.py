@@ -8,6 +8,7 @@ because in a reverse scan it comes first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,9 +20,9 @@ from gshard.moving import collectives
 from gshard.moving.costs import sent_bytes
 from gshard.moving.halo import groups_along
 from gshard.moving.reductions import identity
-from gshard.rules.base.rule import Context, Doc, Rule, Way, in_cheapest_way, register
+from gshard.rules.base.rule import Context, Doc, Way, on_moved, rule
 from gshard.rules.base.ways import by_factors
-from gshard.tensors.factors import all_dims
+from gshard.tensors.factors import Factors, all_dims
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, row_bytes
 
@@ -32,6 +33,11 @@ _COMBINE = {
     p.cummin_p: ("min", lax.min),
     p.cumlogsumexp_p: ("max", jnp.logaddexp),  # minus infinity adds nothing, as for a maximum
 }
+
+
+def cumulative_dims(eqn: JaxprEqn) -> Factors:
+    """All dims; along its own, rows have an order."""
+    return replace(all_dims(eqn), ordered=frozenset({f"d{eqn.params['axis']}"}))
 
 
 def cumulative_ways(
@@ -48,7 +54,13 @@ def cumulative_ways(
         yield way
 
 
-@in_cheapest_way
+@rule(
+    *_COMBINE,
+    factors=cumulative_dims,
+    ways=cumulative_ways,
+    doc=Doc(free="other dims", gather="the dim it runs along: AllGather of one row per tile"),
+)
+@on_moved
 def _cumulative(
     ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
@@ -73,15 +85,3 @@ def _cumulative(
     first = number == (split.tiles - 1 if reverse else 0)
     result = jnp.where(first, local, combine(jnp.broadcast_to(before, local.shape), local))
     return [Tile(result, here, tile.shape)]
-
-
-register(
-    Rule(
-        all_dims,
-        partition=_cumulative,
-        ways=cumulative_ways,
-        ordered=lambda eqn: (f"d{eqn.params['axis']}",),
-        doc=Doc(free="other dims", gather="the dim it runs along: AllGather of one row per tile"),
-    ),
-    *_COMBINE,
-)

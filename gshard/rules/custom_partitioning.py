@@ -7,7 +7,7 @@ gshard's. A function without a sharding rule is its body (see `expand`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,12 @@ from gshard.graph.evaluate import bind, evaluate, rebuilt
 from gshard.graph.reason import Reason
 from gshard.graph.source import because, on_behalf_of, source_of
 from gshard.rules.base.register import parse_factors
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, cheapest, register
-from gshard.rules.base.ways import Layout
+from gshard.rules.base.rule import Context, Doc, Way, rule
+from gshard.rules.base.ways import by_factors
 from gshard.rules.callbacks import gathered
 from gshard.rules.manual import run_over_groups
 from gshard.tensors.devices import Place
-from gshard.tensors.factors import Dim, Factor, Factors
+from gshard.tensors.factors import Dim, Factor, Factors, shard_dims
 from gshard.tensors.manual import over_groups_p, row_of_device_p
 from gshard.tensors.named_axes import NamedAxes, axis_names_of, lower_named_axes
 from gshard.tensors.sharding import Sharding, Split
@@ -49,12 +49,27 @@ def custom_factors(eqn: JaxprEqn) -> Factors:
     return parse_factors(eqn, rule, dict.fromkeys(rule.reduction_factors, "sum"))
 
 
-def _partition(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+def custom_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """Every split of the factors that callbacks handle; they combine partial results themselves."""
+    for way in by_factors(eqn, custom_factors(eqn), shardings, targets):
+        factors, count = way.how.factors, targets[0].num_devices
+        axes = {f: s for f, s in way.how.chosen.items() if s and _can_split(f, s, factors)}
+        operands = tuple([shard_dims(dims, axes, factors, count) for dims in factors.operands])
+        yield way._replace(operands=operands, how=(factors, axes))
+
+
+@rule(
+    custom_partitioning_p,
+    factors=custom_factors,
+    ways=custom_ways,
+    doc=Doc(free="as its sharding rule says"),
+)
+def _custom(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    layout: Layout = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets).how
-    factors = layout.factors
-    axes = {f: s for f, s in layout.chosen.items() if s and _can_split(f, s, factors)}
+    factors, axes = way.how
     reason = Reason("operand", eqn.primitive.name)
     if not axes:
         ready = gathered(ctx, tiles, reason)
@@ -168,9 +183,3 @@ def _evaluate(place: Place, axes: Axes, program: ClosedJaxpr, args: Sequence[Any
             return bind(eqn, values, **{k: rebuilt(v, interpret) for k, v in params.items()})
 
     return evaluate(program, args, interpret)
-
-
-register(
-    Rule(custom_factors, partition=_partition, doc=Doc(free="as its sharding rule says")),
-    custom_partitioning_p,
-)

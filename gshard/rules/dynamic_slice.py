@@ -29,7 +29,7 @@ from gshard.moving.halo import groups_along, shifted_pairs
 from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.layers import Layers
-from gshard.rules.base.rule import Context, Doc, Rule, Way, in_cheapest_way, linear_in, register
+from gshard.rules.base.rule import Context, Doc, Way, linear_in, on_moved, register, rule
 from gshard.rules.painting import RowMap
 from gshard.rules.row_map import row_map_rule
 from gshard.tensors import padding
@@ -198,7 +198,18 @@ def _rotation_bytes(eqn: JaxprEqn, update: Sharding, dim: int) -> int:
     return rows * row_bytes(update.local_shape(aval.shape), dim, aval.dtype)
 
 
-@in_cheapest_way
+@rule(
+    p.dynamic_update_slice_p,
+    factors=update_factors,
+    ways=update_ways,
+    linear=linear_in((0, 1)),
+    doc=Doc(
+        free="every dim, if the update is replicated along dims that it moves in",
+        halo="where it moves, most rows: a tile for each bit of the largest offset in tiles",
+        gather="where it moves, few rows: AllGather of the update",
+    ),
+)
+@on_moved
 def _dynamic_update_slice(
     ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
@@ -267,19 +278,4 @@ _CUT = Doc(
     halo="others, most rows: a tile for each bit of the largest offset in tiles",
     gather="others, few rows: ReduceScatter or AllReduce of the result",
 )
-_WRITTEN = Doc(
-    free="every dim, if the update is replicated along dims that it moves in",
-    halo="where it moves, most rows: a tile for each bit of the largest offset in tiles",
-    gather="where it moves, few rows: AllGather of the update",
-)
 register(row_map_rule(DynamicSlice, doc=_CUT), p.dynamic_slice_p)
-register(
-    Rule(
-        update_factors,
-        partition=_dynamic_update_slice,
-        ways=update_ways,
-        linear=linear_in((0, 1)),
-        doc=_WRITTEN,
-    ),
-    p.dynamic_update_slice_p,
-)

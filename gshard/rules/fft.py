@@ -23,7 +23,7 @@ from jax.extend.core import primitives as p
 from gshard.graph.reason import Reason
 from gshard.moving.costs import passes, worked
 from gshard.moving.plan import reshard_cost, whole_along
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, cheapest, register
+from gshard.rules.base.rule import Context, Doc, Way, rule
 from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding
@@ -108,11 +108,22 @@ def fft_ways(
     return (_way(transform, path) for path in paths)
 
 
-def _fft(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+@rule(
+    p.fft_p,
+    factors=fft_dims,
+    ways=fft_ways,
+    doc=Doc(
+        free="batch dims",
+        gather="the dims of the transform: AllToAll with another dim, AllGather where there is "
+        "none",
+    ),
+)
+def _fft(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     (tile,), transform = tiles, _Transform(eqn)
-    path: Path = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets).how
     done: Done = frozenset()
-    for dims, here in path:
+    for dims, here in way.how:
         reason = Reason("operand", "fft")
         if any(tile.sharding.splits[d] for d in dims):
             gathered = not set(here.splits) - {None}
@@ -175,18 +186,3 @@ def _work(transform: _Transform, done: Done, here: Sharding, dims: Done) -> floa
     aval = transform.aval(done)
     local = here.local_shape(aval.shape)
     return worked(touched=sum(passes(local[d]) for d in dims) * byte_size(local, aval.dtype))
-
-
-register(
-    Rule(
-        fft_dims,
-        partition=_fft,
-        ways=fft_ways,
-        doc=Doc(
-            free="batch dims",
-            gather="the dims of the transform: AllToAll with another dim, AllGather where "
-            "there is none",
-        ),
-    ),
-    p.fft_p,
-)

@@ -5,8 +5,9 @@ Every row is sent once, by an AllToAll.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from jax.extend.core import JaxprEqn
 
 from gshard.graph.reason import Reason
 from gshard.moving.by_index import RowTransfers, found_in, send_rows
-from gshard.moving.partial import combine, reducing_groups
+from gshard.moving.costs import sent_bytes, timed
+from gshard.moving.partial import combine, combine_cost, reducing_groups
 from gshard.moving.plan import reshard_cost
 from gshard.rules.base.ragged_rows import (
     Bounds,
@@ -25,7 +27,7 @@ from gshard.rules.base.ragged_rows import (
     put_rows_p,
     take_rows_p,
 )
-from gshard.rules.base.rule import Context, Doc, Rule, no_order, register
+from gshard.rules.base.rule import Context, Doc, Way, rule
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, Split, compatible
@@ -46,16 +48,50 @@ def put_factors(eqn: JaxprEqn) -> Factors:
     inside = [f"w{d}" for d in range(1, len(eqn.outvars[0].aval.shape))]
     x = ["d", *inside]
     indices: list[str | None] = [None] * len(eqn.invars[3].aval.shape)
-    return Factors.of(eqn, [x, [None], [None, *inside], indices], [x])
+    return Factors.of(eqn, [x, [None], [None, *inside], indices], [x], ordered=())
 
 
-def _take(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def take_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """Rows are exchanged, or all of a small tensor is gathered: `Way.how` is whether it is."""
+    source, target = eqn.params["source"], eqn.params["target"]
+    groups, x, aval, out = source or target, shardings[0], eqn.invars[0].aval, eqn.outvars[0].aval
+    there = _row_sharding(groups, targets[0], targets[0], bool(target))
+    indices = [Sharding.replicated(s.rank, s.num_devices) for s in shardings[1:]]
+    whole, row = there.replace(0, None), there.local_shape(out.shape)[1:]
+    share = byte_size((groups.share, *row), aval.dtype)
+    if not source and reshard_cost(x, whole, aval.shape, aval.dtype) <= share:
+        yield Way((whole, *indices), (there,), how=True)
+        return
+    here = _row_sharding(groups, x, there, bool(source))
+    count = groups.rows if target else out.shape[0]
+    sent = _exchanged(groups, count, here.local_shape(aval.shape)[1:], aval.dtype)
+    yield Way((here, *indices), (there,), how=False, sent=sent)
+
+
+def _exchanged(groups: ExpertGroups, count: int, row: Sequence[int], dtype: Any) -> float:
+    """The cost of the AllToAll of so many rows in all, if numbers are balanced."""
+    tiles = groups.parts.tiles
+    size = byte_size((tiles * -(-count // tiles**2), *row), dtype)
+    return timed(sent_bytes("all_to_all", size, tiles))
+
+
+@rule(
+    take_rows_p,
+    factors=take_factors,
+    ways=take_ways,
+    doc=Doc(free="dims of a row", gather="rows to and from experts: AllToAll by index"),
+)
+def _take(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     """Rows by index, exchanged between devices."""
     x, shape, dtype = tiles[0], tuple(eqn.outvars[0].aval.shape), tiles[0].array.dtype
     source, target, fill = (eqn.params[k] for k in ("source", "target", "fill"))
     groups: ExpertGroups = source or target
     limits = limits_of(ctx, groups, tiles[1])
-    there = _row_sharding(groups, targets[0], targets[0], bool(target))
+    (there,) = way.results
     local = there.local_shape(shape)
     unfilled = padding.filled(local, dtype) if fill is None else jnp.full(local, fill, dtype)
     into = Tile(unfilled, there, shape)
@@ -66,14 +102,9 @@ def _take(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     rows = source.rows if source else x.shape[0]
     inside = jnp.full(count, True) if fill is None else (wanted >= 0) & (wanted < rows)
     wanted = jnp.clip(wanted, 0, rows - 1).astype(jnp.int32)
-    whole = there.replace(0, None)
-    share = byte_size((groups.share, *local[1:]), dtype)
-    if not source and reshard_cost(x.sharding, whole, x.shape, dtype) <= share:
-        table = ctx.reshard(x, whole, Reason("operand", "take_rows"))
-        return [_taken_here(ctx, limits if target else None, table, wanted, inside, into)]
-    x = ctx.reshard(
-        x, _row_sharding(groups, x.sharding, there, bool(source)), Reason("operand", "take_rows")
-    )
+    x = ctx.reshard(x, way.operands[0], Reason("operand", "take_rows"))
+    if way.how:
+        return [_taken_here(ctx, limits if target else None, x, wanted, inside, into)]
     begins = _places(groups, limits, x, source, wanted)
     ends = _places(groups, limits, into, target, lax.iota(jnp.int32, count))
 
@@ -98,7 +129,35 @@ def _taken_here(
     return replace(into, array=jnp.where(found, table.array[wanted[mine]], into.array))
 
 
-def _put(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def put_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """Rows are exchanged, or summed on each device first (`Way.how`), where those are fewer."""
+    source, target = eqn.params["source"], eqn.params["target"]
+    groups, out, aval = source or target, eqn.outvars[0].aval, eqn.invars[2].aval
+    there = _row_sharding(groups, targets[0], targets[0], bool(target))
+    rows = _row_sharding(groups, shardings[2], there, bool(source))
+    sizes, indices = (Sharding.replicated(s.rank, s.num_devices) for s in shardings[1::2])
+    row = rows.local_shape(aval.shape)[1:]
+    share = byte_size((groups.share, *row), aval.dtype)
+    if source and eqn.params["adds"] and 2 * byte_size(out.shape, aval.dtype) <= share:
+        parts = rows.replace(0, None).unreduced_over([groups.parts])
+        sent = combine_cost(parts, "sum", targets[0], out)
+        yield Way((targets[0], sizes, rows, indices), (targets[0],), how=parts, sent=sent)
+        return
+    sent = _exchanged(groups, eqn.invars[3].aval.size, row, aval.dtype)
+    yield Way((there, sizes, rows, indices), (there,), sent=sent)
+
+
+@rule(
+    put_rows_p,
+    factors=put_factors,
+    ways=put_ways,
+    doc=Doc(free="dims of a row", gather="rows to and from experts: AllToAll by index"),
+)
+def _put(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     """Rows written to a tensor by index, or added to it."""
     source, target, adds, clip = (eqn.params[k] for k in ("source", "target", "adds", "clip"))
     groups: ExpertGroups = source or target
@@ -107,21 +166,14 @@ def _put(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
     count = target.rows if target else tiles[0].shape[0]
     inside = jnp.full(wanted.size, True) if clip else (wanted >= 0) & (wanted < count)
     wanted = jnp.clip(wanted, 0, count - 1).astype(jnp.int32)
-    there = _row_sharding(groups, targets[0], targets[0], bool(target))
-    rows = ctx.reshard(
-        tiles[2],
-        _row_sharding(groups, tiles[2].sharding, there, bool(source)),
-        Reason("operand", "put_rows"),
-    )
+    rows = ctx.reshard(tiles[2], way.operands[2], Reason("operand", "put_rows"))
 
     def put(into: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
         return (into.at[at].add if adds else into.at[at].set)(rows, mode="drop")
 
-    share = byte_size((groups.share, *rows.array.shape[1:]), rows.array.dtype)
-    small = 2 * byte_size(tiles[0].shape, rows.array.dtype) <= share
-    if small and source and adds:
+    if way.how:
         return [_added_here(ctx, groups, limits, tiles[0], rows, wanted, inside, targets[0])]
-    into = ctx.reshard(tiles[0], there, Reason("operand", "put_rows"))
+    into = ctx.reshard(tiles[0], way.operands[0], Reason("operand", "put_rows"))
     begins = _places(groups, limits, rows, source, lax.iota(jnp.int32, wanted.size))
     ends = _places(groups, limits, into, target, wanted)
     return [_sent(ctx, groups, rows, RowTransfers(inside, *begins, *ends), into, put)]
@@ -222,22 +274,3 @@ def limits_of(ctx: Context, groups: ExpertGroups, sizes: Tile) -> Bounds:
 def _replicated(ctx: Context, tile: Tile) -> jax.Array:
     replicated = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
     return ctx.reshard(tile, replicated, Reason("step", "", "every device needs all indices")).array
-
-
-register(
-    Rule(
-        take_factors,
-        partition=_take,
-        doc=Doc(free="dims of a row", gather="rows to and from experts: AllToAll by index"),
-    ),
-    take_rows_p,
-)
-register(
-    Rule(
-        put_factors,
-        partition=_put,
-        ordered=no_order,
-        doc=Doc(free="dims of a row", gather="rows to and from experts: AllToAll by index"),
-    ),
-    put_rows_p,
-)

@@ -6,6 +6,7 @@ matrices (or the sums that become their gradients) pass around a ring.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -19,11 +20,11 @@ from gshard.moving import collectives
 from gshard.moving.partial import combine
 from gshard.moving.reductions import mask_for
 from gshard.rules.base.ragged_rows import Bounds, ExpertGroups, grouped_dot_p
-from gshard.rules.base.rule import Context, Doc, Rule, no_order, register
-from gshard.rules.base.ways import by_factors, least
+from gshard.rules.base.rule import Context, Doc, Way, rule
+from gshard.rules.base.ways import by_factors
 from gshard.rules.contraction import dot_work, ragged_factors, ring_of
 from gshard.rules.grouped import limits_of
-from gshard.tensors.factors import Assignment, Factors, shard_dims
+from gshard.tensors.factors import Factors, shard_dims
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -35,51 +36,62 @@ def grouped_factors(eqn: JaxprEqn) -> Factors:
     return ragged_factors(eqn, rows="t")
 
 
+def grouped_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """Every split of the factors with ragged rows, and of the groups as these are."""
+    groups, factors, count = eqn.params["groups"], grouped_factors(eqn), targets[0].num_devices
+    of_groups = _of_groups(eqn)
+    for way in by_factors(eqn, factors, shardings, targets, kept=("t",), work=dot_work):
+        chosen = way.how.chosen
+        if chosen["t"] is not groups.ragged:
+            chosen = {f: groups.ragged if f == "t" else None for f in chosen}
+        lhs, rhs, sizes = (shard_dims(dims, chosen, factors, count) for dims in factors.operands)
+        here = shard_dims(factors.results[0], chosen, factors, count)
+        reduced = [s for f in factors.reduced if (s := chosen[f])]
+        if of_groups:
+            rhs = rhs.replace(of_groups[0], groups.split)
+        else:
+            here = here.replace(0, groups.split)
+            copies = groups.parts.minor(groups.parts.tiles // groups.split.tiles)
+            reduced += [copies] if copies and groups.parts is not groups.split else []
+        kind, result = "sum" if reduced else "", here.unreduced_over(reduced) if reduced else here
+        yield way._replace(operands=(lhs, rhs, sizes), results=(result,), kind=kind)
+
+
+def _of_groups(eqn: JaxprEqn) -> Sequence[int]:
+    """The dim of the matrices' groups; none where rows of groups are summed."""
+    return eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+
+
+@rule(
+    grouped_dot_p,
+    factors=grouped_factors,
+    ways=grouped_ways,
+    doc=Doc(free="rows by group, and all dims of a row that are not contracted"),
+)
 def _grouped_dot(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """Each device multiplies its rows with its own groups' matrices, or sums its groups' rows."""
     groups: ExpertGroups = eqn.params["groups"]
-    factors, (lhs, rhs, sizes) = grouped_factors(eqn), tiles
-    chosen = _chosen(eqn, factors, tiles, targets)
-    limits = limits_of(ctx, groups, sizes)
-    of_groups = eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+    factors, (result,) = grouped_factors(eqn), way.results
+    limits, of_groups, here = limits_of(ctx, groups, tiles[2]), _of_groups(eqn), result.reduced
     ready = []
-    for number, (tile, dims) in enumerate(zip((lhs, rhs), factors.operands, strict=False)):
-        wanted = shard_dims(dims, chosen, factors, targets[0].num_devices)
-        for dim in of_groups if number else ():
-            wanted = wanted.replace(dim, groups.split)
-        tile = ctx.reshard(tile, wanted, Reason("operand", "ragged_dot"))
+    for number, dims in enumerate(factors.operands[:2]):
+        tile = ctx.reshard(tiles[number], way.operands[number], Reason("operand", "ragged_dot"))
         tile = tile.masked(ctx.place, 0, list(of_groups)) if number and of_groups else tile
         ready.append(mask_for(ctx.place, tile, dims, factors))
-    here = shard_dims(factors.results[0], chosen, factors, targets[0].num_devices)
     shape = tuple(eqn.outvars[0].aval.shape)
-    reduced = [s for f in factors.reduced if (s := chosen[f])]
     own, first = ctx.place.coord(groups.parts), ctx.place.coord(groups.split)
     dot = _Local(eqn, groups, limits, own, first)
     if of_groups:
         array = _rows_times_groups(ctx, dot, ready[0], ready[1], of_groups[0])
     else:
-        here = here.replace(0, groups.split)
         array = _sums_of_groups(ctx, dot, ready[0], ready[1], here)
-        copies = groups.parts.minor(groups.parts.tiles // groups.split.tiles)
-        if copies and groups.parts is not groups.split:
-            reduced.append(copies)
-    done = Tile(array, here.unreduced_over(reduced), shape, "ragged_dot")
-    stays = bool(reduced) and ctx.stays_unreduced(eqn.outvars[0], done, "sum")
+    done = Tile(array, result, shape, "ragged_dot")
+    stays = bool(way.kind) and ctx.stays_unreduced(eqn.outvars[0], done, "sum")
     return [done if stays else combine(ctx.place, done, "sum", targets[0])]
-
-
-def _chosen(
-    eqn: JaxprEqn, factors: Factors, tiles: list[Tile], targets: list[Sharding]
-) -> Assignment:
-    rows = eqn.params["groups"].ragged
-    shardings = [t.sharding for t in tiles]
-    ways = by_factors(eqn, factors, shardings, targets, kept=("t",))
-    chosen: Assignment = least(ways, eqn, shardings, targets).how.chosen
-    if chosen["t"] is rows:
-        return chosen
-    return {f: rows if f == "t" else None for f in chosen}
 
 
 @dataclass(frozen=True)
@@ -163,15 +175,3 @@ def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Shard
         return total + part(dot.first)
 
     return lax.cond(~dot.limits.overflow, on_own_rows, in_a_ring)
-
-
-register(
-    Rule(
-        grouped_factors,
-        partition=_grouped_dot,
-        ordered=no_order,
-        work=dot_work,
-        doc=Doc(free="rows by group, and all dims of a row that are not contracted"),
-    ),
-    grouped_dot_p,
-)

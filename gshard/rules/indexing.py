@@ -22,7 +22,7 @@ from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
 from gshard.moving.partial import combine_disjoint
-from gshard.rules.base.rule import Context, Doc, Rule, Way, in_cheapest_way, register
+from gshard.rules.base.rule import Context, Doc, Way, on_moved, rule
 from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Assignment, Factors
@@ -198,8 +198,17 @@ def gather_ways(
     yield from (way for way in ways if held(way.operands[0]) <= most)
 
 
-@in_cheapest_way
-def partition_gather(
+@rule(
+    p.gather_p,
+    factors=gather_factors,
+    ways=gather_ways,
+    doc=Doc(
+        free="batch dims, indices, full windows",
+        gather="a dim looked up in: AllReduce or ReduceScatter of the result",
+    ),
+)
+@on_moved
+def _gather(
     ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """Look up this device's rows; if they are split, a sum combines what the devices found."""
@@ -256,17 +265,3 @@ def _look_up(eqn: JaxprEqn, windows: IndexedWindows) -> jax.Array:
             mine = (row >= 0) & (row < windows.operand.array.shape[d])
             out = lax.select(mine, out, padding.blank(out.shape, out.dtype))
     return out
-
-
-register(
-    Rule(
-        gather_factors,
-        partition=partition_gather,
-        ways=gather_ways,
-        doc=Doc(
-            free="batch dims, indices, full windows",
-            gather="a dim looked up in: AllReduce or ReduceScatter of the result",
-        ),
-    ),
-    p.gather_p,
-)

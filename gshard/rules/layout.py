@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -14,29 +14,44 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
+from gshard.moving.costs import timed
 from gshard.moving.recompute import fetch
-from gshard.rules.base.rule import (
-    Context,
-    Doc,
-    Rule,
-    cheapest,
-    linear_in,
-    linear_in_all,
-    no_order,
-    register,
-)
-from gshard.rules.base.ways import Layout
+from gshard.moving.row_windows import plan_fetch
+from gshard.rules.base.rule import Context, Doc, Way, linear_in, linear_in_all, rule
+from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import Factors, Shape, made_dims
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tile, byte_size
 
 
+@rule(
+    p.transpose_p,
+    local=lambda ctx, eqn, tiles, shapes: [
+        lax.transpose(tiles[0].array, eqn.params["permutation"])
+    ],
+    level=0,
+    linear=linear_in_all,
+    doc=Doc(free="every dim"),
+)
 def transpose_factors(eqn: JaxprEqn) -> Factors:
     """Dims change places."""
     names = [f"d{i}" for i in range(len(eqn.invars[0].aval.shape))]
     return Factors.of(eqn, [names], [[names[i] for i in eqn.params["permutation"]]])
 
 
+def _broadcast_local(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
+) -> Sequence[jax.Array]:
+    return [lax.broadcast_in_dim(tiles[0].array, shapes[0], eqn.params["broadcast_dimensions"])]
+
+
+@rule(
+    p.broadcast_in_dim_p,
+    local=_broadcast_local,
+    level=0,
+    linear=linear_in((0,)),
+    doc=Doc(free="every dim"),
+)
 def broadcast_factors(eqn: JaxprEqn) -> Factors:
     """New dims are free; a dim of size 1 that grows is unsplit."""
     shape = eqn.outvars[0].aval.shape
@@ -48,12 +63,7 @@ def broadcast_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [operand], [names])
 
 
-def _broadcast_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
-    return [lax.broadcast_in_dim(tiles[0].array, shapes[0], eqn.params["broadcast_dimensions"])]
-
-
+@rule(p.squeeze_p, level=0, linear=linear_in_all, doc=Doc(free="every dim"))
 def squeeze_factors(eqn: JaxprEqn) -> Factors:
     """Dims of size 1 go."""
     gone = eqn.params["dimensions"]
@@ -105,8 +115,9 @@ def _reshape_factors(eqn: JaxprEqn) -> tuple[Factors, list[_Mixed]]:
     read, result = (tuple(tuple(d) for d in side) for side in dims)
     operand = tuple(dim for _, dim in sorted(zip(order, read, strict=True)))
     resized = frozenset(m.factor for m in mixed)
+    unsplit, ordered = frozenset(replicated), frozenset[str]()
     return Factors(
-        (operand,), (result,), sizes, replicated=frozenset(replicated), resized=resized
+        (operand,), (result,), sizes, replicated=unsplit, resized=resized, ordered=ordered
     ), mixed
 
 
@@ -160,12 +171,46 @@ def _reshape_local(
     return [lax.reshape(tiles[0].array, shapes[0], eqn.params["dimensions"])]
 
 
-def _reshape(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def reshape_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """Every split of the factors; of mixed dims, the elements that change tiles are sent."""
+    factors, mixing = _reshape_factors(eqn)
+    for way in by_factors(eqn, factors, shardings, targets):
+        ((_, before),), ((_, after),) = way.how.operands, way.how.results
+        sent, now, aval = 0, list(before), eqn.invars[0].aval
+        for m in reversed(mixing):
+            if split := way.how.chosen[m.factor]:
+                have, size = (math.prod(s[m.first[0] : m.end[0]]) for s in (now, aval.shape))
+                width = math.prod(after[m.first[1] : m.end[1]])
+                starts = np.arange(split.tiles) * width
+                rows = plan_fetch(split.tiles, size, starts, width, rows=have).sent
+                sent += rows * byte_size((*now[: m.first[0]], *now[m.end[0] :]), aval.dtype)
+                now[m.first[0] : m.end[0]] = [width]
+        yield way._replace(sent=timed(sent, 1)) if sent else way
+
+
+@rule(
+    p.reshape_p,
+    factors=reshape_factors,
+    ways=reshape_ways,
+    level=0,
+    linear=linear_in_all,
+    local=_reshape_local,
+    doc=Doc(
+        free="where the tiles divide the dims' common factors",
+        halo="uneven splits, the first of dims that mix: the elements that change tiles",
+        gather="later ones of dims that mix: AllGather",
+    ),
+)
+def _reshape(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     """A local reshape; where mixed dims are split, elements pass between tiles (Figure 4c)."""
-    layout: Layout = cheapest(ctx, eqn, _RESHAPE, tiles, targets).how
+    layout = way.how
     mixed = [m for m in _reshape_factors(eqn)[1] if layout.chosen[m.factor]]
     if not mixed:
-        return layout.run(ctx, eqn, _RESHAPE.local, tiles, targets)
+        return layout.run(ctx, eqn, _reshape_local, tiles, targets)
     shape = tuple(eqn.outvars[0].aval.shape)
     ((wanted, before),), ((result, local),) = layout.operands, layout.results
     tile = ctx.reshard(tiles[0], wanted, Reason("operand", "reshape"))
@@ -192,7 +237,16 @@ def _flattened(tile: Tile, first: int, end: int) -> Tile:
     return Tile(array, Sharding(splits, tile.sharding.num_devices), flat(tile.shape))
 
 
-def _iota(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+@rule(
+    p.iota_p,
+    factors=made_dims,
+    ways=lambda eqn, shardings, targets, limit: [Way(tuple(shardings), tuple(targets))],
+    level=0,
+    doc=Doc(free="every dim"),
+)
+def _iota(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     dtype, dim = eqn.params["dtype"], eqn.params["dimension"]
     shape = tuple(eqn.outvars[0].aval.shape)
     local = lax.broadcasted_iota(dtype, targets[0].local_shape(shape), dim)
@@ -203,6 +257,11 @@ def _iota(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     return [Tile(local + jnp.asarray(offset, dtype), targets[0], shape)]
 
 
+@rule(
+    p.bitcast_convert_type_p,
+    level=0,
+    doc=Doc(free="every dim that keeps its size", gather="one that does not: AllGather"),
+)
 def bitcast_factors(eqn: JaxprEqn) -> Factors:
     """Leading dims are free; the dim that changes size is unsplit."""
     rank = min(len(a.aval.shape) for a in (eqn.invars[0], eqn.outvars[0]))
@@ -211,53 +270,3 @@ def bitcast_factors(eqn: JaxprEqn) -> Factors:
         [[f"d{i}" if i < rank else None for i in range(len(eqn.invars[0].aval.shape))]],
         [[f"d{i}" if i < rank else None for i in range(len(eqn.outvars[0].aval.shape))]],
     )
-
-
-register(
-    Rule(
-        transpose_factors,
-        local=lambda ctx, eqn, tiles, shapes: [
-            lax.transpose(tiles[0].array, eqn.params["permutation"])
-        ],
-        level=0,
-        linear=linear_in_all,
-        doc=Doc(free="every dim"),
-    ),
-    p.transpose_p,
-)
-register(
-    Rule(
-        broadcast_factors,
-        local=_broadcast_local,
-        level=0,
-        linear=linear_in((0,)),
-        doc=Doc(free="every dim"),
-    ),
-    p.broadcast_in_dim_p,
-)
-register(
-    Rule(squeeze_factors, level=0, linear=linear_in_all, doc=Doc(free="every dim")), p.squeeze_p
-)
-_RESHAPE = Rule(
-    reshape_factors,
-    local=_reshape_local,
-    partition=_reshape,
-    level=0,
-    linear=linear_in_all,
-    ordered=no_order,
-    doc=Doc(
-        free="where the tiles divide the dims' common factors",
-        halo="uneven splits, the first of dims that mix: the elements that change tiles",
-        gather="later ones of dims that mix: AllGather",
-    ),
-)
-register(_RESHAPE, p.reshape_p)
-register(Rule(made_dims, partition=_iota, level=0, doc=Doc(free="every dim")), p.iota_p)
-register(
-    Rule(
-        bitcast_factors,
-        level=0,
-        doc=Doc(free="every dim that keeps its size", gather="one that does not: AllGather"),
-    ),
-    p.bitcast_convert_type_p,
-)

@@ -1,12 +1,14 @@
 """Linear algebra: batch dims split for free, at every rank, and so do the columns of a system.
 
-A matrix is factorised on one device: its own dims are gathered. Padding of batch dims is set to
-zero first: some libraries do not terminate on arbitrary contents.
+A matrix is factorised on one device. A split of its own dims moves to a batch dim or to the
+columns, where these have a row for every tile, and else its dims are gathered. Padding of batch
+dims is set to zero first: some libraries do not terminate on arbitrary contents.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +26,7 @@ from gshard.tensors.tile import Tile
 
 def batch_dims(eqn: JaxprEqn, core: int) -> Factors:
     """The dims before the last `core` of the first operand; all operands and results have them."""
-    return Factors.of(eqn, *_batch_names(eqn, core))
+    return _whole_matrices(Factors.of(eqn, *_batch_names(eqn, core)))
 
 
 def batch_and_columns(eqn: JaxprEqn, core: int) -> Factors:
@@ -37,18 +39,23 @@ def batch_and_columns(eqn: JaxprEqn, core: int) -> Factors:
     left = eqn.params.get("left_side", eqn.params.get("left", True))
     for names in (operands[-1], *results):
         names[-1 if left else -2] = "c"
-    return Factors.of(eqn, operands, results)
+    return _whole_matrices(Factors.of(eqn, operands, results))
 
 
-Names = list[list[str | None]]
+def _whole_matrices(factors: Factors) -> Factors:
+    return factors.unsplit([f for f in factors.sizes if f[0] == "m"])
+
+
+Names = list[list[str]]
 
 
 def _batch_names(eqn: JaxprEqn, core: int) -> tuple[Names, Names]:
-    """The factors of all dims of the operands, and of the results: only batch dims have one."""
+    """The factors of all dims of the operands, and of the results: dims of matrices share none."""
     batch = [f"b{i}" for i in range(len(eqn.invars[0].aval.shape) - core)]
+    number = itertools.count()
 
-    def names(atom: Any) -> list[str | None]:
-        return [*batch, *[None] * (len(atom.aval.shape) - len(batch))]
+    def names(atom: Any) -> list[str]:
+        return [*batch, *[f"m{next(number)}" for _ in atom.aval.shape[len(batch) :]]]
 
     return [names(a) for a in eqn.invars], [names(v) for v in eqn.outvars]
 
@@ -90,7 +97,7 @@ def _register() -> None:
         what = "matrix" if core == 2 else "system"
         doc = Doc(
             free="batch dims, columns of the right-hand side" if columns else "batch dims",
-            gather=f"the dims of the {what}: AllGather",
+            gather=f"the dims of the {what}: AllToAll with one of these, or AllGather",
         )
         rule = Rule(functools.partial(factors, core=core), local=_without_garbage, doc=doc)
         for primitive in primitives:

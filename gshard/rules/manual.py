@@ -18,9 +18,8 @@ from gshard.graph.reason import Reason
 from gshard.graph.source import because, source_of
 from gshard.moving import collectives
 from gshard.moving.partial import copies_groups
-from gshard.rules.base.rule import Context, Doc, Rule, bind_local, register
+from gshard.rules.base.rule import Context, Doc, Region, bind_local, region
 from gshard.tensors.devices import Groups, Place
-from gshard.tensors.factors import no_factors
 from gshard.tensors.manual import (
     collective_p,
     over_groups_p,
@@ -64,6 +63,7 @@ def own(ctx: Context, array: jax.Array) -> Tile:
     return Tile(array, _manual(ctx, array.ndim), array.shape)
 
 
+@region(to_manual_p, doc=Doc(free="border of a manual region"))
 def _to_manual(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
@@ -74,6 +74,7 @@ def _to_manual(
     return [own(ctx, array)]
 
 
+@region(to_auto_p, doc=Doc(free="border of a manual region"))
 def _to_auto(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     sharding = eqn.params["annotation"].sharding
     array = tiles[0].array
@@ -84,6 +85,7 @@ def _to_auto(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
     return [Tile(array, sharding, tuple(eqn.params["shape"]))]
 
 
+@region(collective_p, doc=Doc(gather="as the user says"))
 def _collective(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
@@ -97,6 +99,7 @@ def _collective(
     return [own(ctx, getattr(collectives, kind)(ctx.place, tiles[0].array, *settings))]
 
 
+@region(over_groups_p, doc=Doc(gather="as jax.shard_map says"))
 def _over_groups(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
@@ -121,33 +124,18 @@ def run_over_groups(
     return out if primitive.multiple_results else [out]
 
 
+@region(row_of_device_p, doc=Doc(free="the device's own number"))
 def _row_of_device(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     return [own(ctx, jnp.asarray(ctx.place.lookup(np.array(eqn.params["table"])), jnp.int32))]
 
 
+@region(partition_id_p, doc=Doc(free="the device's own number"))
 def _partition_id(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     return [own(ctx, ctx.place.device_id().astype(jnp.int32))]
 
 
-IN_REGION = Rule(no_factors, partition=_run_manually)  # of any operator there
-
-register(
-    Rule(no_factors, partition=_to_manual, doc=Doc(free="border of a manual region")), to_manual_p
-)
-register(Rule(no_factors, partition=_to_auto, doc=Doc(free="border of a manual region")), to_auto_p)
-register(Rule(no_factors, partition=_collective, doc=Doc(gather="as the user says")), collective_p)
-register(
-    Rule(no_factors, partition=_partition_id, doc=Doc(free="the device's own number")),
-    partition_id_p,
-)
-register(
-    Rule(no_factors, partition=_over_groups, doc=Doc(gather="as jax.shard_map says")), over_groups_p
-)
-register(
-    Rule(no_factors, partition=_row_of_device, doc=Doc(free="the device's own number")),
-    row_of_device_p,
-)
+IN_REGION = Region(_run_manually)  # of any operator there

@@ -6,7 +6,17 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p, private_primitives
-from gshard.rules.base.rule import Context, Doc, Rule, linear_in, no_order, register
+from gshard.rules.base.rule import (
+    Context,
+    Doc,
+    Elementwise,
+    Linear,
+    Rule,
+    Way,
+    linear_in,
+    register,
+    rule,
+)
 from gshard.rules.base.unreduced import added
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.factors import Factors, all_dims
@@ -17,7 +27,7 @@ from gshard.tensors.tile import Tile
 def one_to_one(eqn: JaxprEqn) -> Factors:
     """Result i is operand i, whatever the dims."""
     names = [[f"v{i}d{d}" for d in range(len(a.aval.shape))] for i, a in enumerate(eqn.invars)]
-    return Factors.of(eqn, names, names)
+    return Factors.of(eqn, names, names, ordered=())
 
 
 POINTWISE = (
@@ -34,8 +44,16 @@ POINTWISE = (
 )  # fmt: skip
 
 
+@rule(
+    optimization_barrier_p,
+    p.device_put_p,
+    factors=one_to_one,
+    ways=lambda eqn, shardings, targets, limit: [Way(tuple(shardings), tuple(shardings))],
+    level=0,
+    doc=Doc(free="every dim"),
+)
 def _each_by_itself(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """Results that are the operands, each with its own sharding."""
     if eqn.primitive is optimization_barrier_p:
@@ -45,7 +63,7 @@ def _each_by_itself(
     return [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, tiles, strict=True)]
 
 
-_ONE, _BOTH, _EITHER = linear_in((0,)), linear_in((0, 1)), linear_in((0,), (1,))
+_ONE, _BOTH, _EITHER = linear_in((0,)), linear_in((0, 1), run=added), linear_in((0,), (1,))
 _LINEAR = {
     "add": _BOTH,
     "add_jaxvals": _BOTH,
@@ -54,7 +72,7 @@ _LINEAR = {
     "div": _ONE,
     "mul": _EITHER,
     "neg": _ONE,
-    "select_n": lambda eqn: (range(1, len(eqn.invars)),),
+    "select_n": Linear(lambda eqn: (range(1, len(eqn.invars)),)),
     "sub": _BOTH,
 }
 
@@ -62,15 +80,7 @@ for _name in POINTWISE:
     # Some releases of JAX export fewer, or have fewer.
     _exported = getattr(p, f"{_name}_p", None)
     for _primitive in [_exported] if _exported else private_primitives("lax.lax", f"{_name}_p"):
-        _rule = Rule(
-            all_dims,
-            level=0,
-            linear=_LINEAR.get(_name),
-            on_unreduced=added if _LINEAR.get(_name) is _BOTH else None,
-            elementwise=True,
-            doc=Doc(free="every dim"),
-        )
-        register(_rule, _primitive)
+        register(Elementwise(linear=_LINEAR.get(_name)), _primitive)
 register(
     Rule(
         all_dims,
@@ -80,15 +90,4 @@ register(
     ),
     annotate_p,
     p.sharding_constraint_p,
-)
-register(
-    Rule(
-        one_to_one,
-        partition=_each_by_itself,
-        level=0,
-        ordered=no_order,
-        doc=Doc(free="every dim"),
-    ),
-    optimization_barrier_p,
-    p.device_put_p,
 )

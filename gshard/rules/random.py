@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,12 +35,14 @@ from gshard.graph.reason import Reason
 from gshard.graph.regions import called
 from gshard.graph.source import because
 from gshard.moving import collectives
+from gshard.moving.costs import sent_bytes, timed
 from gshard.moving.partial import copies_groups
-from gshard.rules.base.rule import Context, Doc, Rule, partition_by_factors, register
-from gshard.rules.callbacks import gathered, run_everywhere
+from gshard.rules.base.rule import Context, Doc, Rule, Way, bind_local, on_moved, register, rule
+from gshard.rules.base.ways import by_factors, replicated_way
+from gshard.rules.callbacks import run_everywhere
 from gshard.tensors.factors import Factors, Shape, all_dims, made_dims
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tile, byte_size
 
 Draw = Callable[[jax.Array], jax.Array]  # what a generator makes of one key's integers
 
@@ -78,61 +80,85 @@ def generator_dims(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [[None] * len(state)], [[None] * len(state), [None] * len(bits)])
 
 
+def draw_of(eqn: JaxprEqn, shape: Shape) -> Draw:
+    """What an operator draws from each key: bits, or new keys."""
+    impl = prng_impl(eqn.invars[0].aval.dtype)
+    if eqn.primitive is p.random_bits_p:
+        return lambda key: impl.random_bits(key, eqn.params["bit_width"], shape)
+    return lambda key: impl.split(key, shape)
+
+
+def _mixes(eqn: JaxprEqn) -> bool:
+    """Whether keys draw together."""
+    keys = eqn.invars[0].aval
+    data = jax.ShapeDtypeStruct((*keys.shape, *prng_impl(keys.dtype).key_shape), jnp.uint32)
+    return bool(keys.shape) and _uses(_traced(draw_of(eqn, (2,)), len(keys.shape), data), _MIXES)
+
+
+def drawn_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """The result as it is wanted, and other operands like it; keys that mix are replicated."""
+    (target,), rank = targets, len(eqn.invars[0].aval.shape)
+    mixes = Sharding.replicated(rank, target.num_devices) if _mixes(eqn) else None
+    keys = mixes or target.project(range(rank))
+    yield Way((keys, *[target] * (len(shardings) - 1)), (target,))
+
+
+_OWN_PART = Doc(free="every dim: a device makes its own part")
+
+
+@rule(p.random_bits_p, factors=drawn_dims, ways=drawn_ways, level=0, doc=_OWN_PART)
+@on_moved
 def _random_bits(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    width, shape = eqn.params["bit_width"], tuple(eqn.params["shape"])
-
-    def draw(impl: Any, local: Shape) -> Draw:
-        return lambda key: impl.random_bits(key, width, local)
-
-    return [_draw(ctx, eqn, draw, shape, tiles[0], targets[0])]
+    return [_draw(ctx, eqn, tuple(eqn.params["shape"]), tiles[0], targets[0])]
 
 
+@rule(p.random_split_p, factors=drawn_dims, ways=drawn_ways, level=0, doc=_OWN_PART)
+@on_moved
 def _random_split(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    return [split_keys(ctx, eqn, tuple(eqn.params["shape"]), tiles[0], targets[0])]
+    return [_split_keys(ctx, eqn, tuple(eqn.params["shape"]), tiles[0], targets[0])]
 
 
-def split_keys(ctx: Context, eqn: JaxprEqn, shape: Shape, keys: Tile, target: Sharding) -> Tile:
+def _split_keys(ctx: Context, eqn: JaxprEqn, shape: Shape, keys: Tile, target: Sharding) -> Tile:
     """New keys of `shape` from each of `keys`."""
-
-    def draw(impl: Any, local: Shape) -> Draw:
-        return lambda key: impl.split(key, local)
-
-    raw = _draw(ctx, eqn, draw, shape, keys, target)
+    raw = _draw(ctx, eqn, shape, keys, target)
     wrapped = jax.random.wrap_key_data(raw.array, impl=jax.random.key_impl(keys.array))
     return Tile(wrapped, raw.sharding, raw.shape)
 
 
-def _fold_in(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def fold_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterable[Way]:
     """Pointwise, except for a generator that folds by drawing from all keys together."""
-    keys, _ = tiles
-    if prng_impl(keys.array.dtype).name != "unsafe_rbg":
-        return partition_by_factors(ctx, eqn, tiles, targets)
+    if prng_impl(eqn.invars[0].aval.dtype).name == "unsafe_rbg":
+        return replicated_way(eqn, shardings, targets, limit)
+    return by_factors(eqn, all_dims(eqn), shardings, targets)
+
+
+@rule(p.random_fold_in_p, factors=all_dims, ways=fold_ways, level=0, doc=Doc(free="every dim"))
+def _fold_in(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    if way.how:
+        return way.how.run(ctx, eqn, bind_local, tiles, targets)
     return run_everywhere(ctx, eqn, tiles, Reason("step", "unsafe_rbg", "keys mix"))
 
 
-def _draw(
-    ctx: Context,
-    eqn: JaxprEqn,
-    draw: Callable[[Any, Shape], Draw],
-    shape: Shape,
-    keys: Tile,
-    target: Sharding,
-) -> Tile:
-    """`draw(impl, shape)` of every key; only this device's part for counter-based generators."""
+def _draw(ctx: Context, eqn: JaxprEqn, shape: Shape, keys: Tile, target: Sharding) -> Tile:
+    """A draw from every key; only this device's part for counter-based generators."""
     rank = keys.sharding.rank
     impl = prng_impl(keys.array.dtype)
     logical = (*keys.shape, *shape)
     per_draw = Sharding(target.splits[rank:], target.num_devices)
     local = per_draw.local_shape(shape)
-    mixes = bool(rank) and _uses(_traced(draw(impl, local), rank, keys), _MIXES)
-    wanted = Sharding.replicated(rank, target.num_devices) if mixes else target.project(range(rank))
-    keys = ctx.reshard(keys, wanted, Reason("operand", eqn.primitive.name))
+    mixes = keys.sharding is not target.project(range(rank)) or _mixes(eqn)
     raw = jax.random.key_data(keys.array)
-    program = _traced(draw(impl, local), rank, keys)
+    program = _traced(draw_of(eqn, local), rank, raw)
     counting = impl.name in _COUNTING and _uses(program, _COUNTS)
     if not mixes and (per_draw.is_replicated or counting):
         counters = functools.partial(_counters, ctx, per_draw, shape)
@@ -140,7 +166,7 @@ def _draw(
         return Tile(array, target, logical)
     why = f"{impl.name} draws all elements at once, each device does"
     with because(Reason("step", eqn.primitive.name, why)):
-        array = _vectorized(draw(impl, shape), rank)(raw)
+        array = _vectorized(draw_of(eqn, shape), rank)(raw)
     here = keys.sharding.extended(len(shape))
     inside = array.shape[len(logical) :]  # keys are split as integers: the caller wraps the result
     drawn = Tile(array, here.extended(len(inside)), (*logical, *inside))
@@ -148,8 +174,8 @@ def _draw(
     return Tile(own.array, target, logical)
 
 
-def _traced(draw: Draw, rank: int, keys: Tile) -> ClosedJaxpr:
-    return jax.make_jaxpr(_vectorized(draw, rank))(jax.random.key_data(keys.array))
+def _traced(draw: Draw, rank: int, raw: Any) -> ClosedJaxpr:
+    return jax.make_jaxpr(_vectorized(draw, rank))(raw)
 
 
 def _vectorized(draw: Draw, rank: int) -> Draw:
@@ -220,14 +246,15 @@ def _times(rows: jax.Array, stride: int, size: int) -> tuple[jax.Array, jax.Arra
     return rows * high + (rows >> 16) * upper + (middle >> 16) + carried, rows * low
 
 
+@rule(p.random_gamma_p, factors=gamma_dims, ways=drawn_ways, level=0, doc=_OWN_PART)
+@on_moved
 def _random_gamma(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """A key of its own for every element, as JAX has it; then each element draws until accepted."""
-    keys, alpha = tiles
-    (target,) = targets
-    alpha = ctx.reshard(alpha, target, Reason("operand", "random_gamma")).masked(ctx.place, 1)
-    own = split_keys(ctx, eqn, alpha.shape[keys.sharding.rank :], keys, target).array
+    (keys, alpha), (target,) = tiles, targets
+    alpha = alpha.masked(ctx.place, 1)
+    own = _split_keys(ctx, eqn, alpha.shape[keys.sharding.rank :], keys, target).array
 
     def one(args: tuple[jax.Array, ...]) -> jax.Array:
         return gamma_one(*args, log_space=eqn.params["log_space"])
@@ -246,13 +273,31 @@ def _bit_generator_local(
         return eqn.primitive.bind(tiles[0].array, **eqn.params)
 
 
+def uniform_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """The result as it is wanted, summed over copies of a tile."""
+    (target,), aval, sent = targets, eqn.outvars[0].aval, 0.0
+    if target.replicas > 1:
+        own = byte_size(target.local_shape(aval.shape), aval.dtype)
+        sent = timed(sent_bytes("all_reduce", own, target.replicas))
+    bounds = tuple([Sharding.replicated(0, s.num_devices) for s in shardings])
+    yield Way(bounds, (target,), sent=sent)
+
+
+@rule(
+    p.rng_uniform_p,
+    factors=made_dims,
+    ways=uniform_ways,
+    doc=Doc(free="every dim", gather="copies of a tile: AllReduce"),
+)
+@on_moved
 def _rng_uniform(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """XLA's stateful generator: devices draw different numbers, so copies take the first's."""
     (target,), shape = targets, tuple(eqn.params["shape"])
-    bounds = gathered(ctx, tiles, Reason("operand", "rng_uniform"))
-    array = eqn.primitive.bind(*(t.array for t in bounds), shape=target.local_shape(shape))
+    array = eqn.primitive.bind(*(t.array for t in tiles), shape=target.local_shape(shape))
     if target.replicas > 1:
         mine = ctx.place.where(target.first_copies, array)
         reason = Reason("step", "rng_uniform", "copies take the numbers of the first")
@@ -260,7 +305,16 @@ def _rng_uniform(
     return [Tile(array, target, shape)]
 
 
-def _count(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+@rule(
+    iota_2x32_shape_p,
+    factors=made_dims,
+    ways=lambda eqn, shardings, targets, limit: [Way(tuple(shardings), tuple(targets))],
+    level=0,
+    doc=Doc(free="every dim"),
+)
+def _count(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     """`iota_2x32_shape`, as where a generator written by hand counts for itself."""
     shape = tuple(eqn.params["shape"])
     return [
@@ -269,9 +323,6 @@ def _count(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
     ]
 
 
-_OWN_PART = Doc(free="every dim: a device makes its own part")
-register(Rule(drawn_dims, partition=_random_bits, level=0, doc=_OWN_PART), p.random_bits_p)
-register(Rule(drawn_dims, partition=_random_split, level=0, doc=_OWN_PART), p.random_split_p)
 register(
     Rule(all_dims, level=0, doc=Doc(free="every dim")),
     p.random_seed_p,
@@ -279,15 +330,10 @@ register(
     random_clone_p,
 )
 register(
-    Rule(all_dims, partition=_fold_in, level=0, doc=Doc(free="every dim")),
-    p.random_fold_in_p,
-)
-register(
     Rule(key_dims, level=0, doc=Doc(free="every dim; a key stays in one piece")),
     random_wrap_p,
     random_unwrap_p,
 )
-register(Rule(gamma_dims, partition=_random_gamma, level=0, doc=_OWN_PART), p.random_gamma_p)
 register(
     Rule(
         generator_dims,
@@ -295,13 +341,4 @@ register(
         doc=Doc(free="every device draws everything and keeps its part"),
     ),
     p.rng_bit_generator_p,
-)
-register(Rule(made_dims, partition=_count, level=0, doc=Doc(free="every dim")), iota_2x32_shape_p)
-register(
-    Rule(
-        made_dims,
-        partition=_rng_uniform,
-        doc=Doc(free="every dim", gather="copies of a tile: AllReduce"),
-    ),
-    p.rng_uniform_p,
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +15,26 @@ from jax.extend.core import primitives as p
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
-from gshard.moving.ordered import sortable
+from gshard.moving.costs import sent_bytes, timed
+from gshard.moving.ordered import sortable, sortable_bytes
 from gshard.moving.partial import reducing_groups
 from gshard.moving.reductions import identity
 from gshard.rules.base.rule import (
     Context,
     Doc,
-    PartitionRule,
     Rule,
+    RunWay,
     Way,
     bind_local,
-    in_cheapest_way,
     linear_in_all,
-    no_order,
+    on_moved,
     register,
+    rule,
 )
+from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tile, itemsize_of
 
 Arrays = Sequence[jax.Array]
 
@@ -44,7 +47,7 @@ def reduce_factors(eqn: JaxprEqn, kind: str) -> Factors:
     kept = [n for n in names if n[0] == "d"]
     operands = [names if len(a.aval.shape) == rank else [] for a in eqn.invars]
     reduced = {n: kind for n in names if n[0] == "k"}
-    return Factors.of(eqn, operands, [kept] * len(eqn.outvars), reduced)
+    return Factors.of(eqn, operands, [kept] * len(eqn.outvars), reduced, ordered=())
 
 
 def _reduce_tiles(
@@ -78,19 +81,54 @@ _KINDS = {
 }
 
 
+_AS_MAXIMUM = functools.partial(reduce_factors, kind="max")
+
 # The results of an operator on tiles, combined over groups of devices
 Combined = Callable[[Context, JaxprEqn, list[Tile], collectives.Members], Arrays]
 
 
-def _by_devices(combined: Combined) -> PartitionRule:
+def reduce_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """Every split of the dims; `Way.how` is the result while parts of it are to be combined."""
+    for way in by_factors(eqn, _AS_MAXIMUM(eqn), shardings, targets):
+        partial, sent = way.results[0], 0.0
+        if partial.unreduced:
+            sent = _combined_bytes(eqn, partial)
+        yield way._replace(
+            results=tuple([r.reduced for r in way.results]), how=partial, kind="", sent=sent
+        )
+
+
+def _combined_bytes(eqn: JaxprEqn, partial: Sharding) -> float:
+    """What devices send to combine their results: as `_arg_reduce` or as `_generic_reduce` does."""
+    groups, count = reducing_groups(partial), partial.num_devices
+    between = len(groups[0]), len(groups), count
+    local = [math.prod(partial.local_shape(v.aval.shape)) for v in eqn.outvars]
+    of_results = [n * itemsize_of(v.aval.dtype) for n, v in zip(local, eqn.outvars, strict=True)]
+    if eqn.primitive is p.reduce_p:  # with a flag for each element
+        sizes = [local[0], *of_results]
+        sent = sum(collectives.sent_in_groups("all_gather", size, *between) for size in sizes)
+    else:  # the winners, in integers that have their order, and indices
+        keys = local[0] * sortable_bytes(eqn.invars[0].aval.dtype)[0]
+        sizes = [keys, *of_results]
+        sent = sum(sent_bytes("all_reduce", size, len(groups[0])) for size in sizes)
+    number = len(sizes)
+    if partial.reduced.is_replicated and any(s.idle for s in partial.unreduced):
+        sent += sum(sent_bytes("all_reduce", size, count) for size in of_results)
+        number += len(of_results)
+    return timed(sent, number)
+
+
+def _by_devices(combined: Combined) -> RunWay:
     """Splits are chosen as for a maximum; `combined` reduces where a reduced dim is split."""
 
-    @in_cheapest_way
+    @on_moved
     @functools.wraps(combined)
-    def partition(
+    def run(
         ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
     ) -> list[Tile]:
-        partial, here = way.results[0], way.results[0].reduced
+        partial, here = way.how, way.results[0]
         if not partial.unreduced:
             arrays = bind_local(ctx, eqn, tiles, [])
         else:
@@ -101,7 +139,7 @@ def _by_devices(combined: Combined) -> PartitionRule:
         shapes = [tuple(v.aval.shape) for v in eqn.outvars]
         return [Tile(a, here, shape) for a, shape in zip(arrays, shapes, strict=True)]
 
-    return partition
+    return run
 
 
 def _from_one(ctx: Context, eqn: JaxprEqn, array: jax.Array, device: int) -> jax.Array:
@@ -112,6 +150,16 @@ def _from_one(ctx: Context, eqn: JaxprEqn, array: jax.Array, device: int) -> jax
     return collectives.merge_disjoint(ctx.place, mine, everyone, reason)
 
 
+@rule(
+    p.argmax_p,
+    p.argmin_p,
+    factors=_AS_MAXIMUM,
+    ways=reduce_ways,
+    doc=Doc(
+        free="kept dims",
+        gather="the reduced dim: two AllReduces, of the winners and of their indices",
+    ),
+)
 @_by_devices
 def _arg_reduce(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], groups: collectives.Members
@@ -131,6 +179,12 @@ def _arg_reduce(
     return [collectives.all_reduce(ctx.place, mine, groups, "min", reason)]
 
 
+@rule(
+    p.reduce_p,
+    factors=_AS_MAXIMUM,
+    ways=reduce_ways,
+    doc=Doc(free="kept dims", gather="reduced dims: AllGather of the partial results"),
+)
 @_by_devices
 def _generic_reduce(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], groups: collectives.Members
@@ -173,40 +227,11 @@ def _generic_reduce(
     return results
 
 
-def _register() -> None:
-    for primitive, kind in _KINDS.items():
-        doc = Doc(free="kept dims", gather="reduced dims: AllReduce or ReduceScatter of the result")
-        register(
-            Rule(
-                functools.partial(reduce_factors, kind=kind),
-                _reduce_tiles,
-                linear=linear_in_all if primitive is p.reduce_sum_p else None,
-                doc=doc,
-            ),
-            primitive,
-        )
-    register(
-        Rule(
-            functools.partial(reduce_factors, kind="max"),
-            partition=_arg_reduce,
-            ordered=no_order,
-            doc=Doc(
-                free="kept dims",
-                gather="the reduced dim: two AllReduces, of the winners and of their indices",
-            ),
-        ),
-        p.argmax_p,
-        p.argmin_p,
+for _primitive, _kind in _KINDS.items():
+    _rule = Rule(
+        functools.partial(reduce_factors, kind=_kind),
+        _reduce_tiles,
+        linear=linear_in_all if _primitive is p.reduce_sum_p else None,
+        doc=Doc(free="kept dims", gather="reduced dims: AllReduce or ReduceScatter of the result"),
     )
-    register(
-        Rule(
-            functools.partial(reduce_factors, kind="max"),
-            partition=_generic_reduce,
-            ordered=no_order,
-            doc=Doc(free="kept dims", gather="reduced dims: AllGather of the partial results"),
-        ),
-        p.reduce_p,
-    )
-
-
-_register()
+    register(_rule, _primitive)

@@ -7,7 +7,7 @@ the device; sums over queries are passed on with their block of keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,15 +19,16 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
+from gshard.moving.costs import timed
 from gshard.moving.reductions import identity
 from gshard.rules.base.ring_pass import KEYS, RingPass, Sum, ring_pass_p
-from gshard.rules.base.rule import Context, Doc, Rule, register
+from gshard.rules.base.rule import Context, Doc, Way, rule
 from gshard.rules.contraction import Pairs, Ring, ring_of
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, Split, compatible
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tile, byte_size
 
 Chosen = dict[str, Split]
 
@@ -61,47 +62,71 @@ class _Block(Place):
         return jnp.asarray(self.outer.lookup(rows))[self.number]
 
 
+def _chosen(eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding]) -> Chosen:
+    """Splits of the dims: of queries and keys as they have to be, of others as they are."""
+    ring: RingPass = eqn.params["ring"]
+    chosen: Chosen = {ring.queries: ring.split, ring.keys: ring.split}
+    variables = [*eqn.params["body"].invars, *(s.out for s in ring.sums)]
+    for var, sharding in zip(variables, (*shardings, *targets), strict=True):
+        for name, split in zip(ring.names[var], sharding.splits, strict=True):
+            if not split or name in ring.whole or name in chosen:
+                continue
+            others = [s for n, s in chosen.items() if n != ring.keys]
+            if compatible((*others, split)):
+                chosen[name] = split
+    return chosen
+
+
+def ring_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """Around the ring, where keys are sent to all devices but one, and sums over queries to all."""
+    ring, chosen = eqn.params["ring"], _chosen(eqn, shardings, targets)
+
+    def sharding(var: Any) -> Sharding:
+        """On the devices; a tensor with queries and keys has all keys."""
+        names = ring.names[var]
+        both = ring.queries in names and ring.keys in names
+        splits = [None if both and n == ring.keys else chosen.get(n) for n in names]
+        return Sharding(tuple(splits), targets[0].num_devices)
+
+    def tile(atom: Any, here: Sharding) -> int:
+        return byte_size(here.local_shape(atom.aval.shape), atom.aval.dtype)
+
+    operands = tuple(map(sharding, eqn.params["body"].invars))
+    results = tuple([sharding(s.out) for s in ring.sums])
+    pairs = zip(eqn.invars, operands, _passed(eqn), strict=True)
+    onwards = {(atom, here): None for atom, here, passes in pairs if passes}
+    back = [(s.out, here) for s, here in zip(ring.sums, results, strict=True) if s.over != KEYS]
+    sent = (ring.split.tiles - 1) * sum(tile(*each) for each in onwards)
+    sent += ring.split.tiles * sum(tile(*each) for each in back)
+    yield Way(operands, results, chosen, sent=timed(sent, len(onwards) + len(back)))
+
+
+def _passed(eqn: JaxprEqn) -> list[bool]:
+    """Which operands are passed on: those with keys and without queries."""
+    ring = eqn.params["ring"]
+    names = [ring.names[v] for v in eqn.params["body"].invars]
+    return [ring.keys in n and ring.queries not in n for n in names]
+
+
 class _Round:
     """A ring pass on a device."""
 
-    def __init__(self, ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]):
+    def __init__(self, ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile]):
         self.ctx, self.eqn = ctx, eqn
         self.ring: RingPass = eqn.params["ring"]
         self.body: Jaxpr = eqn.params["body"]
-        self.devices = targets[0].num_devices
+        self.devices = way.results[0].num_devices
         self.blocks = self.ring.split.tiles
-        self.chosen = self.choose(tiles, targets)
+        self.chosen, self.results = way.how, way.results
         self.tiles = [
-            ctx.reshard(tile, self.sharding_of(var), Reason("operand", "attention in a ring"))
-            for tile, var in zip(tiles, self.body.invars, strict=True)
+            ctx.reshard(tile, here, Reason("operand", "attention in a ring"))
+            for tile, here in zip(tiles, way.operands, strict=True)
         ]
-        keys = self.ring.keys
-        names = [self.ring.names[v] for v in self.body.invars]
-        self.passed = [keys in n and self.ring.queries not in n for n in names]
+        self.passed = _passed(eqn)
 
     # ------------------------------------------------------------ shardings
-
-    def choose(self, tiles: list[Tile], targets: list[Sharding]) -> Chosen:
-        """Splits of the dims: of queries and keys as they have to be, of others as they are."""
-        ring = self.ring
-        chosen: Chosen = {ring.queries: ring.split, ring.keys: ring.split}
-        variables = [*self.body.invars, *(s.out for s in ring.sums)]
-        shardings = [*(t.sharding for t in tiles), *targets]
-        for var, sharding in zip(variables, shardings, strict=True):
-            for name, split in zip(ring.names[var], sharding.splits, strict=True):
-                if not split or name in ring.whole or name in chosen:
-                    continue
-                others = [s for n, s in chosen.items() if n != ring.keys]
-                if compatible((*others, split)):
-                    chosen[name] = split
-        return chosen
-
-    def sharding_of(self, var: Any) -> Sharding:
-        """The sharding of a tensor on the devices; one with queries and keys has all keys."""
-        names = self.ring.names[var]
-        both = self.ring.queries in names and self.ring.keys in names
-        splits = [None if both and n == self.ring.keys else self.chosen.get(n) for n in names]
-        return Sharding(tuple(splits), self.devices)
 
     def sharding_in_block(self, var: Any) -> Sharding:
         """The sharding of a tensor on the grid of devices and blocks."""
@@ -265,10 +290,10 @@ class _Round:
         """The initial state; sums over queries have one block of the result."""
         state = []
         wide = self.ring.softmax.weighted if self.ring.softmax else ()
-        for s in self.ring.sums:
+        for s, here in zip(self.ring.sums, self.results, strict=True):
             aval = s.out.aval
             dtype = jnp.promote_types(aval.dtype, jnp.float32) if s in wide else aval.dtype
-            local = self.sharding_of(s.out).local_shape(aval.shape)
+            local = here.local_shape(aval.shape)
             state.append(jnp.full(local, identity(s.kind, dtype)))
         return state
 
@@ -278,7 +303,7 @@ class _Round:
 
     def run(self) -> list[Tile]:
         """All blocks, each passed on while the next arrives."""
-        sums, shardings = self.ring.sums, [self.sharding_of(s.out) for s in self.ring.sums]
+        sums, shardings = self.ring.sums, self.results
         operands = zip(self.body.invars, self.tiles, self.passed, strict=True)
         pairs = [self.pairs(v, t.sharding, passes) for v, t, passes in operands]
         number: dict[Any, int] = {}  # a value that is read as two operands is sent once
@@ -331,17 +356,13 @@ def _along(
     return lax.broadcast_in_dim(x, shape, sorted(wanted.index(n) for n in kept))
 
 
-def _partition(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
-    return _Round(ctx, eqn, tiles, targets).run()
-
-
-register(
-    Rule(
-        ring_pass_factors,
-        partition=_partition,
-        doc=Doc(free="batch dims, heads", gather="keys: a ring of CollectivePermutes"),
-    ),
+@rule(
     ring_pass_p,
+    factors=ring_pass_factors,
+    ways=ring_ways,
+    doc=Doc(free="batch dims, heads", gather="keys: a ring of CollectivePermutes"),
 )
+def _ring_pass(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    return _Round(ctx, eqn, way, tiles).run()

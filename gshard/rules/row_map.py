@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,16 +24,7 @@ from gshard.moving.costs import sent_bytes, timed
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.primitives import row_map_p
-from gshard.rules.base.rule import (
-    Context,
-    Doc,
-    Rule,
-    Way,
-    cheapest,
-    linear_in_all,
-    no_order,
-    register,
-)
+from gshard.rules.base.rule import Context, Doc, Linear, Rule, Way, linear_in_all, register
 from gshard.rules.base.unreduced import made_alike, stacked
 from gshard.rules.base.ways import least, price
 from gshard.rules.painting import Painting, RowMap
@@ -72,7 +64,7 @@ def row_map_factors(eqn: JaxprEqn, of: RowMapOf) -> Factors:
         for d, f in enumerate(names)
         if d in row_map.moving or any(s[d] != row_map.shape[d] for s in tensors)
     ]
-    return Factors.of(eqn, operands, [names], resized=resized)
+    return Factors.of(eqn, operands, [names], resized=resized, ordered=())
 
 
 # ---------------------------------------------------------------- ways
@@ -92,6 +84,8 @@ def row_map_ways(
     """
     (target,), row_map = targets, of(eqn)
     moving, sources = row_map.moving, row_map.sources
+    if 0 in row_map.shape:
+        return [Way(tuple(shardings), (target,))]
     options = {target: None}
     for number in sources:
         options[_towards(shardings[number], target)] = None
@@ -221,15 +215,18 @@ def _totals(
 def row_map_rule(of: RowMapOf = RowMap, **rest: Any) -> Rule:
     """The rule of operators that are row maps."""
 
-    def run(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    def run(
+        ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+    ) -> list[Tile]:
         shape = tuple(eqn.outvars[0].aval.shape)
         if 0 in shape:
             empty = jnp.zeros(targets[0].local_shape(shape), eqn.outvars[0].aval.dtype)
             return [Tile(empty, targets[0], shape)]
         row_map, reason = of(eqn), Reason("operand", eqn.primitive.name)
         if eqn.primitive is p.slice_p:
-            tiles = [_for_all_slices(ctx, eqn, rule, row_map, tiles[0])]
-        way = cheapest(ctx, eqn, rule, tiles, targets)
+            tile = _for_all_slices(ctx, eqn, row_map, tiles[0])
+            way = way if tile is tiles[0] else ctx.cheapest(eqn, rule, [tile], targets)
+            tiles = [tile]
         ready = {n: ctx.reshard(t, way.operands[n], reason) for n, t in enumerate(tiles)}
         array = Painting(ctx, row_map, way.results[0]).run(ready)
         return [Tile(array, way.results[0], shape)]
@@ -248,17 +245,15 @@ def row_map_rule(of: RowMapOf = RowMap, **rest: Any) -> Rule:
 
     rule = Rule(
         functools.partial(row_map_factors, of=of),
-        partition=run,
         ways=functools.partial(row_map_ways, of=of),
-        ordered=no_order,
-        linear=_linear,
-        on_unreduced=on_unreduced,
+        run=run,
+        linear=Linear(_linear, on_unreduced),
         **rest,
     )
     return rule
 
 
-def _for_all_slices(ctx: Context, eqn: JaxprEqn, rule: Rule, row_map: RowMap, tile: Tile) -> Tile:
+def _for_all_slices(ctx: Context, eqn: JaxprEqn, row_map: RowMap, tile: Tile) -> Tile:
     """The operand of a slice; gathered if all slices of it along these dims send more."""
     here, dtype, moving = tile.sharding, tile.array.dtype, row_map.moving
     whole = here.unsplit(moving)
@@ -299,8 +294,7 @@ register(row_map_rule(doc=_MOVED), p.concatenate_p, row_map_p, p.slice_p, p.pad_
 register(
     Rule(
         stack_factors,
-        linear=linear_in_all,
-        on_unreduced=stacked,
+        linear=replace(linear_in_all, run=stacked),
         doc=Doc(free="the operands' dims"),
     ),
     stack_p,

@@ -21,7 +21,7 @@ from gshard._jax import scatter_sub_p
 from gshard.graph.reason import Reason
 from gshard.moving.partial import combine
 from gshard.moving.reductions import identity
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, cheapest, linear_in, register
+from gshard.rules.base.rule import Context, Doc, Rule, Way, linear_in, register
 from gshard.rules.base.unreduced import as_unreduced, scattered
 from gshard.rules.base.ways import by_factors
 from gshard.rules.indexing import IndexedWindows, roles_of, without
@@ -67,16 +67,14 @@ def scatter_ways(
         yield way._replace(operands=partial) if way.kind else way
 
 
-def partition_scatter(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+def run_scatter(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """Apply the updates that hit this device's rows, to the operand or to identities."""
     roles, (target,) = roles_of(eqn), targets
     name, shape = eqn.primitive.name, tiles[0].shape
     if 0 in tiles[2].shape:
         return tiles[:1]
-    reduced = [replace(t, sharding=t.sharding.reduced) for t in tiles]
-    way = cheapest(ctx, eqn, RULES[eqn.primitive], reduced, targets)
     layout, kind, reason = way.how, way.kind, Reason("operand", name)
     factors, chosen = layout.factors, layout.chosen
     indices, updates = (
@@ -157,14 +155,14 @@ def _update(eqn: JaxprEqn, windows: IndexedWindows, updates: Tile) -> Tile:
     return Tile(x, operand.sharding, operand.shape)
 
 
+_LINEAR = linear_in((0, 2), run=scattered)
 for _primitive in (*_KINDS, p.scatter_p):
     _combined = "AllReduce or ReduceScatter of the result, or " * (_primitive in _KINDS)
     _rule = Rule(
         scatter_factors,
-        partition=partition_scatter,
         ways=scatter_ways,
-        linear=linear_in((0, 2)) if _primitive in (p.scatter_add_p, scatter_sub_p) else None,
-        on_unreduced=scattered,
+        run=run_scatter,
+        linear=_LINEAR if _primitive in (p.scatter_add_p, scatter_sub_p) else None,
         doc=Doc(
             free="batch dims, full windows, dims looked up in",
             gather=f"indices: {_combined}AllGather of the updates",

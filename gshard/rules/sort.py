@@ -2,13 +2,15 @@
 
 Along an unsplit dim, a sort is local. Along a split dim the cheapest of three ways is taken: move
 the split to another dim, sort, and move it back (sends the tile twice); columnsort (about 3 times,
-only for tiles that are long enough); or gather the dim (tiles - 1 times).
+only for tiles that are long enough); or gather the dim (tiles - 1 times). The first and the last
+are splits of factors of which one cannot be split (`Factors.unsplit`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +26,9 @@ from gshard.moving.columnsort import columnsort, rows_needed, rows_sent
 from gshard.moving.costs import cost_model, passes, sent_bytes, timed, worked
 from gshard.moving.halo import groups_along
 from gshard.moving.ordered import flipped
-from gshard.moving.plan import whole_along
 from gshard.moving.reductions import identity
 from gshard.moving.retile import standard_elements
-from gshard.rules.base.rule import (
-    RULES,
-    Context,
-    Doc,
-    Rule,
-    Way,
-    cheapest,
-    in_cheapest_way,
-    no_order,
-    register,
-)
+from gshard.rules.base.rule import Context, Doc, Way, on_moved, rule
 from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors, all_dims
@@ -45,42 +36,48 @@ from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, itemsize_of
 
 
+def sort_dims(eqn: JaxprEqn) -> Factors:
+    """All dims; along the sorted one, rows have an order."""
+    return replace(all_dims(eqn), ordered=frozenset({f"d{eqn.params['dimension']}"}))
+
+
 def sort_ways(
     eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
 ) -> Iterator[Way]:
     """Sorts along an unsplit dim, and columnsorts: `Way.how` is the length of their columns."""
-    dim, shape, factors = eqn.params["dimension"], eqn.invars[0].aval.shape, all_dims(eqn)
-    count = len(shardings)
-    local: dict[Sharding, None] = {}
-    columns = []
+    dim, shape, factors = eqn.params["dimension"], eqn.invars[0].aval.shape, sort_dims(eqn)
+    for way in by_factors(eqn, factors.unsplit([f"d{dim}"]), shardings, targets):
+        work = _work(eqn, way.operands[0].local_shape(shape), dim)
+        yield way._replace(how=None, work=work)
     for way in by_factors(eqn, factors, shardings, targets):
         here = way.operands[0]
         split = here.splits[dim]
         if split is None or 0 in shape:
-            local[here] = None
             continue
-        local |= dict.fromkeys(whole_along(here, dim))
         rows = rows_needed(-(-shape[dim] // split.tiles), split.tiles)
         if rows is not None and not split.idle:
             work, sent = _columnsort_cost(eqn, here, dim, rows)
-            columns.append(Way((here,) * count, (here,) * count, rows, work=work, sent=sent))
-    for here in local:
-        work = _work(eqn, here.local_shape(shape), dim)
-        yield Way((here,) * count, (here,) * count, work=work)
-    yield from columns
+            yield way._replace(how=rows, work=work, sent=sent)
 
 
-def _sort(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    way = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
-    if way.how is None:
-        return _sort_locally(ctx, eqn, tiles, way.operands[0])
-    return _sort_columns(ctx, eqn, tiles, way.operands[0], way.how)
-
-
-def _sort_locally(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], here: Sharding) -> list[Tile]:
-    """Sort along an unsplit dim; padding of other dims is sorted separately."""
-    ready = [ctx.reshard(t, here, Reason("step", "sort", "its dim must be unsplit")) for t in tiles]
-    arrays = _sorted(eqn, [t.array for t in ready])
+@rule(
+    p.sort_p,
+    factors=sort_dims,
+    ways=sort_ways,
+    doc=Doc(
+        free="other dims",
+        gather="the sorted dim: 2 AllToAlls with another dim (twice the tile), columnsort "
+        "(3 times the tile), or AllGather, whichever is cheapest",
+    ),
+)
+def _sort(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    (here, *_), rows = way.operands, way.how
+    if rows is not None:
+        return _sort_columns(ctx, eqn, tiles, here, rows)
+    reason = Reason("step", "sort", "its dim must be unsplit")
+    arrays = _sorted(eqn, [ctx.reshard(t, here, reason).array for t in tiles])
     return [Tile(a, here, t.shape) for a, t in zip(arrays, tiles, strict=True)]
 
 
@@ -180,7 +177,7 @@ def top_k_dims(eqn: JaxprEqn) -> Factors:
     rank = len(eqn.invars[0].aval.shape)
     names = [f"d{i}" for i in range(rank)]
     kept = [None if i == dim else names[i] for i in range(rank)]
-    return Factors.of(eqn, [names], [kept, kept])
+    return Factors.of(eqn, [names], [kept, kept], ordered=())
 
 
 def _searched(eqn: JaxprEqn) -> int:
@@ -208,7 +205,18 @@ def top_k_ways(
         yield way
 
 
-@in_cheapest_way
+@rule(
+    p.top_k_p,
+    p.approx_top_k_p,
+    factors=top_k_dims,
+    ways=top_k_ways,
+    doc=Doc(
+        free="other dims",
+        gather="the searched dim: AllGather of k candidates per tile, or of the operand where "
+        "approx_top_k leaves the order of equal elements open",
+    ),
+)
+@on_moved
 def _top_k(
     ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
@@ -250,34 +258,3 @@ def _from_candidates(eqn: JaxprEqn) -> bool:
     params, dtype = eqn.params, eqn.invars[0].aval.dtype
     whole = params["aggregate_to_topk"] and params["reduction_input_size_override"] < 0
     return whole and params["is_max_k"] and dtype == jnp.float32
-
-
-register(
-    Rule(
-        all_dims,
-        partition=_sort,
-        ways=sort_ways,
-        ordered=lambda eqn: (f"d{eqn.params['dimension']}",),
-        doc=Doc(
-            free="other dims",
-            gather="the sorted dim: 2 AllToAlls with another dim (twice the tile), columnsort "
-            "(3 times the tile), or AllGather, whichever is cheapest",
-        ),
-    ),
-    p.sort_p,
-)
-register(
-    Rule(
-        top_k_dims,
-        partition=_top_k,
-        ways=top_k_ways,
-        ordered=no_order,
-        doc=Doc(
-            free="other dims",
-            gather="the searched dim: AllGather of k candidates per tile, or of the operand where "
-            "approx_top_k leaves the order of equal elements open",
-        ),
-    ),
-    p.top_k_p,
-    p.approx_top_k_p,
-)

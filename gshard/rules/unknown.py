@@ -16,8 +16,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 from gshard._jax import AbstractRef, allowed_in_branches, python_implementation
 from gshard.graph.reason import Reason
 from gshard.graph.source import on_behalf_of, source_of
-from gshard.rules.base.rule import Context, Rule
-from gshard.rules.callbacks import run_everywhere, run_once
+from gshard.rules.base.rule import Context, Rule, Way
+from gshard.rules.base.ways import replicated_way
+from gshard.rules.callbacks import once_way, run_everywhere, run_once
 from gshard.tensors.factors import no_factors
 from gshard.tensors.manual import MANUAL
 from gshard.tensors.sharding import Sharding
@@ -34,7 +35,8 @@ def unknown_rule(eqn: JaxprEqn, strict: bool) -> Rule:
             f"{_untraceable(eqn)}"
         )
     _check(eqn)
-    return Rule(no_factors, partition=_run_replicated)
+    ways = once_way if eqn.effects else replicated_way
+    return Rule(no_factors, ways=ways, run=_run_replicated)
 
 
 def implementation(eqn: JaxprEqn) -> ClosedJaxpr | Exception | None:
@@ -106,7 +108,7 @@ def _is_manual(jaxpr: Jaxpr) -> bool:
 
 
 def _run_replicated(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     where = "on the first device" if eqn.effects else "replicated on every device"
     why = f"{eqn.primitive.name} has no rule and runs {where}; gshard.register_rule adds one"

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from gshard.graph.evaluate import Interpret, bind, rebuilt
 from gshard.graph.regions import loop_bodies
 from gshard.graph.source import source_of
-from gshard.rules.base.rule import RULES
+from gshard.rules.base.rule import REGIONS
 from gshard.tensors.devices import Place
 from gshard.tensors.manual import MAKES_MANUAL, to_auto_p, to_manual_p
 from gshard.tensors.meshes import partition_spec
@@ -153,7 +153,7 @@ class _Local:
 
 def _by_rule(place: Place, eqn: JaxprEqn, tiles: list[Tile]) -> list[Any]:
     """The results of gshard's own rule on tiles that need no resharding."""
-    rule = RULES[eqn.primitive].partition
+    rule = REGIONS[eqn.primitive].partition
     ctx: Any = SimpleNamespace(place=place, reshard=lambda tile, *_: tile)
     return [tile.array for tile in rule(ctx, eqn, tiles, [])]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,10 +32,11 @@ class Factors:
 
     `reduced` factors occur in operands only; the value says how partial results are combined: sum,
     max, min, prod, and, or, xor. `priority` factors are propagated first (the batch dims of a
-    contraction). `replicated` factors cannot be split; a split of one may be taken over by the
-    factor that it has in `instead`, which costs an AllToAll where a gather costs the entire
+    contraction). `replicated` factors cannot be split; a split of one may be taken over by one of
+    the factors that it has in `instead`, which costs an AllToAll where a gather costs the entire
     operand. `resized` factors have another size in each tensor; a split propagates through them to
-    a dim that has at least a row for each tile.
+    a dim that has at least a row for each tile. Of `ordered` factors the operator tells rows apart
+    by their number, as a cumulative sum does; None is not known.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -45,7 +46,8 @@ class Factors:
     priority: tuple[Factor, ...] = ()
     replicated: frozenset[Factor] = frozenset()
     resized: frozenset[Factor] = frozenset()
-    instead: Mapping[Factor, Factor] = field(default_factory=dict)
+    instead: Mapping[Factor, tuple[Factor, ...]] = field(default_factory=dict)
+    ordered: frozenset[Factor] | None = None
 
     @staticmethod
     def of(
@@ -55,6 +57,7 @@ class Factors:
         reduced: Mapping[Factor, str] | None = None,
         priority: Sequence[Factor] = (),
         resized: Sequence[Factor] = (),
+        ordered: Iterable[Factor] | None = None,
     ) -> Factors:
         """Factors of an equation, one or none (None) per dim, with sizes from the shapes.
 
@@ -76,15 +79,22 @@ class Factors:
             sizes,
             priority=tuple(priority),
             resized=frozenset(resized),
+            ordered=None if ordered is None else frozenset(ordered),
             **combining(eqn, reduced or {}),
         )
 
-    def taken_over(self, factor: Factor, split: Split) -> Factor | None:
-        """The factor that gets the split of a dim: itself, unless it cannot be split."""
+    def unsplit(self, factors: Collection[Factor]) -> Factors:
+        """The same with `factors` that cannot be split: any other one may take a split over."""
+        free = [f for f in self.sizes if f not in self.replicated and f not in factors]
+        takers = tuple(f for f in free if f not in self.reduced)
+        instead = {**self.instead, **dict.fromkeys(factors, takers)}
+        return replace(self, replicated=self.replicated | set(factors), instead=instead)
+
+    def taken_over(self, factor: Factor, split: Split) -> list[Factor]:
+        """The factors that may get the split of a dim: itself, unless it cannot be split."""
         if factor not in self.replicated:
-            return factor
-        other = self.instead.get(factor)
-        return other if other and split.tiles <= self.sizes[other] else None
+            return [factor]
+        return [f for f in self.instead.get(factor, ()) if split.tiles <= self.sizes[f]]
 
     def reduction(self, chosen: Assignment) -> str:
         """How results are combined if factors are split as `chosen`; empty if they need not be."""
@@ -198,12 +208,18 @@ def assignments(
         *zip(factors.operands, shardings, strict=True),
         *zip(factors.results, targets, strict=True),
     ]
+    moved: dict[tuple[Factor, Split], None] = {}  # splits that others may take over
     for dims, sharding in tensors:
         for dim, split in zip(dims, sharding.splits, strict=True):
             for factor, part in decompose(split, dim, factors.sizes).items():
-                taker = factors.taken_over(factor, part)
-                if taker and part not in options[taker]:
-                    options[taker].append(part)
+                if factor in factors.replicated:
+                    moved |= {(f, part): None for f in factors.taken_over(factor, part)}
+                elif part not in options[factor]:
+                    options[factor].append(part)
+    for taker, part in moved:
+        own = [s for s in options[taker] if s and compatible((s, part))]
+        finer = [s.times(part) for s in own if s.tiles * part.tiles <= factors.sizes[taker]]
+        options[taker] += [s for s in (part, *finer) if s not in options[taker]]
     if all(len(o) <= 1 for o in options.values()):
         agreed = {f: (o[0] if o else None) for f, o in options.items()}
         if _composable(agreed, factors) and _fits(agreed, factors, tensors):

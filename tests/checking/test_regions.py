@@ -15,8 +15,7 @@ from gshard import manual as by_devices
 from gshard.graph.reason import Reason
 from gshard.moving import by_index, collectives
 from gshard.rules import manual
-from gshard.rules.base.rule import RULES, Rule
-from gshard.tensors.factors import no_factors
+from gshard.rules.base.rule import REGIONS, Region
 from gshard.tensors.manual import over_groups_p, to_auto_p, to_manual_p
 from tests.oracle import random_array
 
@@ -154,9 +153,9 @@ def test_until_nan_in_a_region():
 
 def rule_of(monkeypatch, primitive, change):
     """The rule of a primitive of regions, with its results changed by `change(ctx, tiles)`."""
-    right = RULES[primitive].partition
-    wrong = Rule(no_factors, partition=lambda ctx, *args: change(ctx, right(ctx, *args)))
-    monkeypatch.setitem(RULES, primitive, wrong)
+    right = REGIONS[primitive].partition
+    wrong = Region(lambda ctx, *args: change(ctx, right(ctx, *args)))
+    monkeypatch.setitem(REGIONS, primitive, wrong)
 
 
 def first_of(fn, *args):

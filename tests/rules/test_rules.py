@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 
 from gshard._jax import shard_map_p
 from gshard.graph import CALLS
-from gshard.rules import RULES
+from gshard.rules import REGIONS, RULES
 from gshard.rules.__main__ import REFS, exported_primitives, table
 from gshard.tensors.manual import MANUAL
 
@@ -46,7 +46,7 @@ def primitives():
 @pytest.mark.parametrize("primitive", primitives(), ids=lambda p: p.name)
 def test_every_primitive_has_a_rule(primitive):
     """A release of JAX that adds a primitive fails here, by its name."""
-    known = {*RULES, *CALLS, *REFS, *MANUAL, shard_map_p}
+    known = {*RULES, *REGIONS, *CALLS, *REFS, *MANUAL, shard_map_p}
     exempt = primitive.name in WITHOUT_RULES or re.match(_OF_NAMED_AXES, primitive.name)
     assert primitive in known or exempt
 
@@ -54,7 +54,7 @@ def test_every_primitive_has_a_rule(primitive):
 def test_every_rule_says_how_dims_split():
     silent = [
         p.name
-        for p, rule in RULES.items()
+        for p, rule in {**RULES, **REGIONS}.items()
         if not (rule.doc.free or rule.doc.halo or rule.doc.gather or rule.doc.refused)
     ]
     assert not silent

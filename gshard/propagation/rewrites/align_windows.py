@@ -25,7 +25,7 @@ from gshard.graph.row_map import Axis, Layer, constant, entire, through
 from gshard.graph.source import source_of
 from gshard.rules.base.layers import Layers
 from gshard.rules.base.primitives import row_map_p
-from gshard.rules.base.rule import RULES
+from gshard.rules.base.rule import RULES, Elementwise
 from gshard.tensors.sharding import Sharding, Split
 
 _MOST = 16  # equations on small tensors that may be computed with all rows of large ones
@@ -80,7 +80,7 @@ def _is_window(eqn: JaxprEqn, shardings: Mapping[Any, Sharding]) -> bool:
 def _is_elementwise(eqn: JaxprEqn) -> bool:
     rule = RULES.get(eqn.primitive)
     single = len(eqn.outvars) == 1 and not eqn.effects
-    return rule is not None and rule.elementwise and single and eqn.outvars[0].aval.shape != ()
+    return isinstance(rule, Elementwise) and single and eqn.outvars[0].aval.shape != ()
 
 
 class _Use(NamedTuple):

@@ -19,7 +19,7 @@ from gshard._jax import Var, optimization_barrier_p
 from gshard.graph import Graph, renamed
 from gshard.graph.source import source_of
 from gshard.rules.base.ring_pass import KEYS, QUERIES, Sum
-from gshard.rules.base.rule import RULES, factors_of
+from gshard.rules.base.rule import RULES, Elementwise, factors_of
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.factors import Factors
 
@@ -137,7 +137,7 @@ class Finder:
         """Whether an equation works on single scores, or multiplies along other dims."""
         if eqn.primitive in (annotate_p, optimization_barrier_p) or eqn.primitive not in RULES:
             return False
-        by_element = RULES[eqn.primitive].elementwise or eqn.primitive in _PASSING
+        by_element = isinstance(RULES[eqn.primitive], Elementwise) or eqn.primitive in _PASSING
         return len(eqn.outvars) == 1 and (by_element or eqn.primitive is p.dot_general_p)
 
     def depends_on_scores(self, var: Any) -> bool:

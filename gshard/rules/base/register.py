@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Primitive
 
 from gshard._jax import parse_sharding_rule
 from gshard.graph.source import source_of
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, bind_local
+from gshard.rules.base.rule import REGIONS, RULES, Context, Doc, Rule, bind_local
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.tile import Tile
 
@@ -68,6 +68,7 @@ def register_rule(
             _check_reduced(parsed, rule, reduced or {})
         rule = _rule_of(rule, reduced or {}, sizes or {}, local)
     RULES[primitive] = rule
+    REGIONS.pop(primitive, None)
 
 
 def _rule_of(

@@ -1,15 +1,17 @@
 """`Rule`: the description of a primitive, read by propagation and by the planner.
 
-Most operators are described by their `Factors` alone; the others add a partition rule of their own.
+A rule is factors, ways and local: how the dims of operands and results correspond, in which ways
+the operator can run, and what a device computes. Most operators are described by their `Factors`
+alone. Loops, branches and manual regions are a `Region`: it runs on tiles as they are.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
@@ -17,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.tensors.devices import Place
-from gshard.tensors.factors import Factor, Factors, Shape
+from gshard.tensors.factors import Factor, Factors, Shape, all_dims
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -123,22 +125,28 @@ PartitionRule = Callable[[Context, JaxprEqn, list[Tile], list[Sharding]], list[T
 RunWay = Callable[[Context, JaxprEqn, Way, list[Tile], list[Sharding]], list[Tile]]
 UnreducedRule = Callable[[Context, JaxprEqn, Sequence[Tile]], Tile | None]
 Work = Callable[[Mapping[Factor, int]], float]
-Linear = Callable[[JaxprEqn], Sequence[Sequence[int]]]
 # From an equation, the shardings of its operands, those wanted of its results, and the memory limit
 Ways = Callable[[JaxprEqn, Sequence[Sharding], Sequence[Sharding], int], Iterable[Way]]
 
 
-def linear_in(*groups: Sequence[int]) -> Linear:
-    """Linear in the operands of each group jointly, while all others are fixed.
+@dataclass(frozen=True)
+class Linear:
+    """The operands that an operator is linear in: those of each group jointly, others fixed.
 
-    A sum is `linear_in((0, 1))`, a product `linear_in((0,), (1,))`.
+    On unreduced ones its result is unreduced too. It runs in place, or by `run` (None where that
+    needs sums after all).
     """
-    return lambda eqn: groups
+
+    groups: Callable[[JaxprEqn], Sequence[Sequence[int]]]
+    run: UnreducedRule | None = None
 
 
-def linear_in_all(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
-    """Linear in all operands jointly."""
-    return (range(len(eqn.invars)),)
+def linear_in(*groups: Sequence[int], run: UnreducedRule | None = None) -> Linear:
+    """A sum is `linear_in((0, 1))`, a product `linear_in((0,), (1,))`."""
+    return Linear(lambda eqn: groups, run)
+
+
+linear_in_all = Linear(lambda eqn: (range(len(eqn.invars)),))
 
 
 def bind_local(
@@ -155,31 +163,18 @@ def cheapest(
     return ctx.cheapest(eqn, rule, tiles, targets)
 
 
-def in_cheapest_way(run: RunWay) -> PartitionRule:
-    """Partition by taking the cheapest way: `run` gets the operands under its shardings."""
+def on_moved(run: RunWay) -> RunWay:
+    """`run` on operands under the shardings of the way."""
 
     @functools.wraps(run)
-    def partition(
-        ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    def moved(
+        ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
     ) -> list[Tile]:
-        way = ctx.cheapest(eqn, RULES[eqn.primitive], tiles, targets)
         reason = Reason("operand", eqn.primitive.name)
         ready = [ctx.reshard(t, here, reason) for t, here in zip(tiles, way.operands, strict=True)]
         return run(ctx, eqn, way, ready, targets)
 
-    return partition
-
-
-def partition_by_factors(
-    ctx: Context,
-    eqn: JaxprEqn,
-    tiles: list[Tile],
-    targets: list[Sharding],
-    rule: Rule | None = None,
-) -> list[Tile]:
-    """An operator under the cheapest split of its factors; results may still need resharding."""
-    rule = rule or RULES[eqn.primitive]
-    return ctx.cheapest(eqn, rule, tiles, targets).how.run(ctx, eqn, rule.local, tiles, targets)
+    return moved
 
 
 @dataclass(frozen=True)
@@ -196,64 +191,135 @@ class Doc:
 class Rule:
     """How a primitive's dims relate, and how it runs on tiles.
 
-    `partition` runs it: it gets the operands under their current shardings and the wanted shardings
-    of the results, and may return others. By default it takes the cheapest split of the factors,
-    and `local` computes the results from tiles whose dims are split like that. `ways` lists the
-    alternatives, where they are not just the splits of the factors. `level` orders propagation: 0
-    before 1. `work` counts the floating-point operations on factors of given local sizes, for
-    operators that compute for longer than they read and write memory. `linear` gives the operands
-    that the operator is linear in: it can run on unreduced ones, and its result is then unreduced
-    too; `on_unreduced` is how, where not simply in place (None where that needs sums after all).
-    `ordered` gives the factors whose rows the operator tells apart by their number, as a cumulative
-    sum does; a rule with a `partition` of its own that does not say so may do that for all. Each
-    element of an `elementwise` one depends on the operands' elements in its place alone. `doc` is
-    the operator's row in docs/reference/operators.md.
+    `ways` lists the ways to run it, by default every split of the factors; the planner takes the
+    cheapest. `run` gets that way, the operands under their current shardings and the wanted
+    shardings of the results, and may return others. By default, for ways that are splits of
+    factors, `local` computes the results from tiles whose dims are split like that. `level` orders
+    propagation: 0 before 1. `linear` gives the operands that the operator is linear in: it can run
+    on unreduced ones. `doc` is the operator's row in docs/reference/operators.md.
     """
 
     factors: Callable[[JaxprEqn], Factors]
     local: LocalOp = bind_local
-    partition: PartitionRule = partition_by_factors
     ways: Ways | None = None
+    run: RunWay | None = None
     level: int = 1
-    work: Work | None = None
     linear: Linear | None = None
-    ordered: Callable[[JaxprEqn], Collection[Factor]] | None = None
     doc: Doc = Doc()
-    on_unreduced: UnreducedRule | None = None
-    elementwise: bool = False
 
     @property
     def by_factors(self) -> bool:
-        """Whether it always runs under a split of its factors, without a `partition` of its own."""
-        return self.partition is partition_by_factors
+        """Whether it always runs under a split of its factors."""
+        return self.ways is None and self.run is None
+
+    def partition(
+        self, ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ) -> list[Tile]:
+        """The operator in its cheapest way; results may still need resharding."""
+        way = ctx.cheapest(eqn, self, tiles, targets)
+        if self.run:
+            return self.run(ctx, eqn, way, tiles, targets)
+        return way.how.run(ctx, eqn, self.local, tiles, targets)
+
+
+@dataclass(frozen=True)
+class Elementwise(Rule):
+    """A rule of an operator whose elements depend on the operands' elements in their place."""
+
+    factors: Callable[[JaxprEqn], Factors] = all_dims
+    level: int = 0
+    doc: Doc = Doc(free="every dim")
+
+
+@dataclass(frozen=True)
+class Region:
+    """An operator with bodies, or on the border of a manual region or inside: no split passes."""
+
+    partition: PartitionRule
+    doc: Doc = Doc()
 
 
 RULES: dict[Primitive, Rule] = {}
+REGIONS: dict[Primitive, Region] = {}
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def equation_key(eqn: JaxprEqn) -> int | None:
-    """A key that is equal for equations that differ only in their variables, as in repeated layers.
+def register(rule: Rule, *primitives: Primitive) -> None:
+    """Make `rule` the rule of `primitives`; each has exactly one."""
+    for primitive in primitives:
+        assert primitive not in RULES, primitive
+        RULES[primitive] = rule
 
-    None if a parameter is not hashable, or for equations with bodies.
+
+def rule(*primitives: Primitive, **fields: Any) -> Callable[[Function], Function]:
+    """Register a rule of which the decorated function is `run`, or `factors` if none are given.
+
+    @rule(p.squeeze_p, level=0, doc=Doc(free="every dim"))
+    def squeeze_factors(eqn): ...
     """
-    described: list[Any] = [eqn.primitive, *eqn.params.items()]
-    for atom in (*eqn.invars, *eqn.outvars):
-        aval = atom.aval
-        described += (aval.shape, aval.dtype, str(atom.val) if isinstance(atom, Literal) else None)
-    key = tuple(described)
-    try:
-        number = _numbers.get(key)
-    except TypeError:  # a parameter that cannot be hashed
-        return None
-    if number is None and not any(map(_holds_program, eqn.params.values())):
-        if len(_numbers) > MOST_REMEMBERED:
-            _numbers.clear()
-        number = _numbers[key] = next(_unused)
-    return number
+
+    def registered(function: Function) -> Function:
+        own: dict[str, Any] = {"run" if "factors" in fields else "factors": function}
+        register(Rule(**own, **fields), *primitives)
+        return function
+
+    return registered
 
 
-_numbers: dict[Any, int] = {}  # of kinds of equations
-_unused = itertools.count()
+def region(*primitives: Primitive, doc: Doc) -> Callable[[PartitionRule], PartitionRule]:
+    """Register the decorated function as how `primitives` run."""
+
+    def registered(partition: PartitionRule) -> PartitionRule:
+        REGIONS.update(dict.fromkeys(primitives, Region(partition, doc)))
+        return partition
+
+    return registered
+
+
+class EquationCache:
+    """What was found for kinds of equations: those of repeated layers differ in variables only.
+
+    A way in place uses every suggested split, so that it has the least work, and sends nothing:
+    it is the cheapest whatever costs are. For speed only: it is emptied when it gets large.
+    """
+
+    def __init__(self, most: int = 16384):
+        self.most = most
+        self.numbers: dict[Any, int] = {}
+        self.factors: dict[Any, Factors] = {}
+        self.cheapest: dict[Any, Way] = {}
+        self.in_place: dict[Any, tuple[Rule, Rule | None, Way]] = {}
+        self.unused = itertools.count()
+
+    def add(self, found: dict[Any, Any], key: Any, value: Any) -> None:
+        """Remember a value in one of the dictionaries."""
+        if len(found) > self.most:
+            found.clear()
+            self.in_place.clear()
+        found[key] = value
+
+    def key(self, eqn: JaxprEqn) -> int | None:
+        """A number for the kind of an equation.
+
+        None if a parameter is not hashable, or for equations with bodies.
+        """
+        described: list[Any] = [eqn.primitive, *eqn.params.items()]
+        for atom in (*eqn.invars, *eqn.outvars):
+            aval, literal = atom.aval, isinstance(atom, Literal)
+            described += (aval.shape, aval.dtype, str(atom.val) if literal else None)
+        key = tuple(described)
+        try:
+            number = self.numbers.get(key)
+        except TypeError:  # a parameter that cannot be hashed
+            return None
+        if number is None and not any(map(_holds_program, eqn.params.values())):
+            number = next(self.unused)
+            self.add(self.numbers, key, number)
+        return number
+
+
+REMEMBERED = EquationCache()
+equation_key = REMEMBERED.key
 
 
 def _holds_program(param: Any) -> bool:
@@ -262,50 +328,31 @@ def _holds_program(param: Any) -> bool:
     return isinstance(param, (Jaxpr, ClosedJaxpr))
 
 
-_described: dict[Any, Factors] = {}
-
-
 def factors_of(rule: Rule, eqn: JaxprEqn, key: int | None = None) -> Factors:
     """The factors of an equation, computed once for equal equations."""
     key = equation_key(eqn) if key is None else key
     if key is None:
         return rule.factors(eqn)
-    found = _described.get((rule.factors, key))
+    found = REMEMBERED.factors.get((rule.factors, key))
     if found is None:
-        if len(_described) > MOST_REMEMBERED:
-            _described.clear()
-        found = _described[rule.factors, key] = rule.factors(eqn)
+        found = rule.factors(eqn)
+        REMEMBERED.add(REMEMBERED.factors, (rule.factors, key), found)
     return found
 
 
 def rowwise(eqn: JaxprEqn, factor: Factor) -> bool:
     """Whether each row of the results along `factor` depends on that row of the operands only.
 
-    Such an operator runs on any rows in any order, so also on tiles that are ragged.
+    Such an operator runs on any rows in any order, so also on tiles that are ragged. A rule with
+    ways of its own whose factors do not say which are `ordered` may tell all rows apart.
     """
     rule = RULES.get(eqn.primitive)
-    if rule is None or (rule.ordered is None and not (rule.by_factors and rule.ways is None)):
+    if rule is None:
         return False
     factors = factors_of(rule, eqn)
-    if factor in {*factors.reduced, *factors.replicated, *factors.resized}:
-        return False
-    if rule.ordered and factor in rule.ordered(eqn):
+    ordered = factors.sizes if factors.ordered is None and not rule.by_factors else factors.ordered
+    if factor in {*factors.reduced, *factors.replicated, *factors.resized, *(ordered or ())}:
         return False
     tensors = [[d for d in t if factor in d] for t in (*factors.operands, *factors.results)]
     in_results = any(factor in d for t in factors.results for d in t)
     return in_results and all(found in ([], [(factor,)]) for found in tensors)
-
-
-def no_order(eqn: JaxprEqn) -> Collection[Factor]:
-    """For a rule's `ordered`: the result does not depend on the position of rows of any factor."""
-    return ()
-
-
-MOST_REMEMBERED = 16384  # cached kinds of equations
-
-
-def register(rule: Rule, *primitives: Primitive) -> None:
-    """Make `rule` the rule of `primitives`; each has exactly one."""
-    for primitive in primitives:
-        assert primitive not in RULES, primitive
-        RULES[primitive] = rule

@@ -23,7 +23,7 @@ from gshard.graph.reason import Reason
 from gshard.moving.partial import combine_cost, reducing_key
 from gshard.moving.plan import reshard_cost
 from gshard.moving.reductions import mask_for
-from gshard.rules.base.rule import RULES, Context, Rule
+from gshard.rules.base.rule import RULES, Context, Region, Rule
 from gshard.rules.base.uses import linear_groups
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, decompose, shard_dims, shard_result
@@ -37,8 +37,8 @@ def can_stay(tile: Tile) -> bool:
     return not idle and jnp.issubdtype(tile.array.dtype, jnp.inexact) and 0 not in tile.shape
 
 
-def with_unreduced(rule: Rule) -> Rule:
-    """The rule of an operator some of whose operands are unreduced.
+def with_unreduced(rule: Rule | Region) -> Region:
+    """How an operator runs some of whose operands are unreduced.
 
     It runs on them as they are if it can, with an unreduced result, and on their sums otherwise.
     """
@@ -47,9 +47,9 @@ def with_unreduced(rule: Rule) -> Rule:
         ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
     ) -> list[Tile]:
         here = {number for number, tile in enumerate(tiles) if tile.is_unreduced}
-        groups = rule.linear(eqn) if rule.linear else ()
-        if any(here.issubset(group) for group in groups):
-            part = (rule.on_unreduced or in_place)(ctx, eqn, tiles)
+        linear = rule.linear if isinstance(rule, Rule) else None
+        if linear and any(here.issubset(group) for group in linear.groups(eqn)):
+            part = (linear.run or in_place)(ctx, eqn, tiles)
             if part is not None:
                 return [part]
         reason = Reason("operand", eqn.primitive.name)
@@ -59,7 +59,7 @@ def with_unreduced(rule: Rule) -> Rule:
         ]
         return rule.partition(ctx, eqn, reduced, targets)
 
-    return replace(rule, partition=partition)
+    return Region(partition, rule.doc)
 
 
 def in_place(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
@@ -218,7 +218,10 @@ def scattered(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None
             else _locally(ctx, eqn, [operand, *tiles[1:]], factors)
         )
     targets = [ctx.sharding(eqn.outvars[0])]
-    (done,) = RULES[eqn.primitive].partition(ctx, eqn, list(tiles), targets)
+    rule, plain = RULES[eqn.primitive], [replace(t, sharding=t.sharding.reduced) for t in tiles]
+    way = ctx.cheapest(eqn, rule, plain, targets)
+    assert rule.run
+    (done,) = rule.run(ctx, eqn, way, list(tiles), targets)
     return done
 
 

@@ -234,7 +234,7 @@ def _is_tensor(atom: Any) -> bool:
 def linear_groups(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
     """The operands that an operator is linear in, those of a group jointly."""
     rule = RULES.get(eqn.primitive)
-    return rule.linear(eqn) if rule and rule.linear else ()
+    return rule.linear.groups(eqn) if rule and rule.linear else ()
 
 
 def _passes(eqn: JaxprEqn, number: int) -> bool:

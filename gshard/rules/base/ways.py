@@ -27,12 +27,12 @@ from gshard.moving.partial import combine, combine_cost
 from gshard.moving.plan import reshard_cost
 from gshard.moving.reductions import mask_for
 from gshard.rules.base.rule import (
-    RULES,
     Context,
     LocalOp,
     Rule,
     Shares,
     Way,
+    Work,
     factors_of,
 )
 from gshard.tensors.factors import (
@@ -160,12 +160,12 @@ class Layout:
         usual = tuple((s, s.local_shape(a.aval.shape)) for s, a in zip(given, atoms, strict=True))
         return replace(self, in_place=usual == self.operands + self.results)
 
-    def work(self, eqn: JaxprEqn) -> float:
+    def work(self, eqn: JaxprEqn, operations: Work | None) -> float:
         """The local work, in bytes that could be sent in the same time."""
-        rule, flops, touched = RULES[eqn.primitive], 0.0, 0
-        if rule.work:
+        flops, touched = 0.0, 0
+        if operations:
             sizes, chosen = self.factors.sizes, self.chosen
-            flops = rule.work(
+            flops = operations(
                 {f: s.rows(n) if (s := chosen.get(f)) else n for f, n in sizes.items()}
             )
         atoms = (*eqn.invars, *eqn.outvars)
@@ -173,14 +173,14 @@ class Layout:
             touched += math.prod(local) * itemsize_of(atom.aval.dtype)
         return worked(flops, touched)
 
-    def way(self, eqn: JaxprEqn) -> Way:
+    def way(self, eqn: JaxprEqn, work: Work | None = None) -> Way:
         """To run `eqn` like this."""
         return Way(
             tuple([sharding for sharding, _ in self.operands]),
             tuple([sharding for sharding, _ in self.results]),
             self,
             self.factors.reduction(self.chosen),
-            self.work(eqn),
+            self.work(eqn, work),
         )
 
     def run(
@@ -233,11 +233,26 @@ def by_factors(
     shardings: Sequence[Sharding],
     targets: Sequence[Sharding],
     kept: Collection[Factor] = (),
+    work: Work | None = None,
 ) -> Iterator[Way]:
     """Every split of the factors that operands and results suggest; all of them are correct.
 
-    `kept` factors stay split if any tensor splits them, even if a gather were cheaper.
+    `kept` factors stay split if any tensor splits them, even if a gather were cheaper. `work`
+    counts the floating-point operations on factors of given local sizes, for operators that
+    compute for longer than they read and write memory.
     """
     count = (*targets, *shardings)[0].num_devices
     for chosen in assignments(factors, shardings, targets, kept):
-        yield Layout.of(eqn, factors, chosen, count).way(eqn)
+        yield Layout.of(eqn, factors, chosen, count).way(eqn, work)
+
+
+def replicated_way(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """On replicated operands, on every device."""
+    count = (*targets, *shardings)[0].num_devices if (*targets, *shardings) else 1
+    operands, results = (
+        tuple([Sharding.replicated(len(a.aval.shape), count) for a in atoms])
+        for atoms in (eqn.invars, eqn.outvars)
+    )
+    yield Way(operands, results)

@@ -14,8 +14,9 @@ from gshard.moving.seen import Seen
 from gshard.planning import choose
 from gshard.propagation.propagate import Propagated
 from gshard.rules.base import ways
-from gshard.rules.base.rule import RULES, Shares
+from gshard.rules.base.rule import REMEMBERED, RULES, Shares
 from gshard.rules.base.uses import Uses
+from gshard.rules.contraction import dot_work
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -49,8 +50,8 @@ class Forgetful(dict):
 def test_layers_that_are_alike_are_written_down_at_once(monkeypatch):
     """What stays in place is chosen for the first layer, and the program is the same."""
     chosen = []
-    for cache in ("_in_place", "_cheapest_before"):  # what other tests have left there
-        monkeypatch.setattr(choose, cache, {})
+    for cache in ("in_place", "cheapest"):  # what other tests have left there
+        monkeypatch.setattr(REMEMBERED, cache, {})
     choice = choose.Choice._cheapest
     monkeypatch.setattr(choose.Choice, "_cheapest", lambda *a: chosen.append(a) or choice(*a))
 
@@ -69,7 +70,7 @@ def test_layers_that_are_alike_are_written_down_at_once(monkeypatch):
     few, many = len(chosen), lowered(12)
     quick, of_many = many.as_text(), len(chosen)
     assert of_many < few + 12 * 2  # of a layer's 9 equations, those that are not in place
-    monkeypatch.setattr(choose, "_in_place", Forgetful())
+    monkeypatch.setattr(REMEMBERED, "in_place", Forgetful())
     monkeypatch.setattr(choose._jax, "copied", lambda *_: None)
     assert lowered(12).as_text() == quick
     assert len(chosen) > 2 * of_many
@@ -84,8 +85,8 @@ def chooser(limit=0):
 @pytest.fixture
 def forgotten(monkeypatch):
     """No choice of another test is remembered."""
-    for cache in ("_in_place", "_cheapest_before"):
-        monkeypatch.setattr(choose, cache, {})
+    for cache in ("in_place", "cheapest"):
+        monkeypatch.setattr(REMEMBERED, cache, {})
 
 
 def test_a_choice_is_made_anew_for_all_that_it_depends_on(forgotten, monkeypatch):
@@ -156,5 +157,6 @@ def test_local_work_is_what_a_device_touches_or_multiplies():
             split = dict.fromkeys(factors.sizes) | {
                 dim[0]: ROWS.splits[0] for dim in factors.results[0][:1]
             }
-            assert ways.Layout.of(eqn, factors, {}, 8).work(eqn) == replicated
-            assert ways.Layout.of(eqn, factors, split, 8).work(eqn) == by_row
+            work = dot_work if fn is jnp.dot else None
+            assert ways.Layout.of(eqn, factors, {}, 8).work(eqn, work) == replicated
+            assert ways.Layout.of(eqn, factors, split, 8).work(eqn, work) == by_row

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import extend
-from gshard.rules.base.rule import RULES, Rule, partition_by_factors
+from gshard.rules.base.rule import RULES, Rule, bind_local
 from gshard.tensors.factors import all_dims
 from tests.oracle import check, even_split, kinds, random_array, sent
 from tests.rules.test_unknown import new_primitive
@@ -126,13 +126,13 @@ def test_the_last_rule_counts():
         fn = gshard.jit(lambda x: primitive.bind(primitive.bind(gshard.split(x, 0, 8))), devices=8)
         return fn.lower(x)
 
-    def partition(ctx, eqn, tiles, targets):
+    def run(ctx, eqn, way, tiles, targets):
         ran.append(eqn)
-        return partition_by_factors(ctx, eqn, tiles, targets)
+        return way.how.run(ctx, eqn, bind_local, tiles, targets)
 
     gshard.register_rule(primitive, Rule(all_dims))
     lowered()
-    gshard.register_rule(primitive, Rule(all_dims, partition=partition))
+    gshard.register_rule(primitive, Rule(all_dims, run=run))
     assert lowered().collectives == []
     assert len(ran) == 2
 
@@ -279,23 +279,26 @@ def test_custom_partitioning_without_a_rule_is_its_body():
 
 
 def test_a_rule_in_full_is_written_with_the_public_module_alone():
-    """Rows are independent; along columns the rule itself asks for the whole dim."""
+    """Rows are independent; with columns in tiles there is no way to run it."""
     primitive = new_primitive("centred", lambda x: x - jnp.mean(x, axis=1, keepdims=True))
     asked = []
 
     def factors(eqn):
         return extend.Factors.of(eqn, [["row", "column"]], [["row", "column"]])
 
-    def partition(ctx: extend.Context, eqn, tiles, wanted):
-        (tile,) = tiles
-        rows = tile.sharding.replace(1, None)
+    def ways(eqn, shardings, targets, limit):
+        rows = shardings[0].replace(1, None)
+        yield extend.Way((rows,), (rows,))
+
+    def run(ctx: extend.Context, eqn, way, tiles, wanted):
+        (tile,), (rows,) = tiles, way.operands
         moved = ctx.reshard(tile, rows, extend.Reason("operand", "centred", "a mean over columns"))
         asked.append(tile.sharding)
         (out,) = extend.bind_local(ctx, eqn, [moved], [moved.array.shape])
         return [extend.Tile(out, rows, tile.shape)]
 
     doc = extend.Doc(free="rows", gather="columns")
-    gshard.register_rule(primitive, extend.Rule(factors, partition=partition, doc=doc))
+    gshard.register_rule(primitive, extend.Rule(factors, ways=ways, run=run, doc=doc))
     x = random_array((16, 24))
     lowered = check(lambda x: primitive.bind(gshard.split(x, 0, 8)), x)
     assert not lowered.collectives
