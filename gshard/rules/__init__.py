@@ -29,16 +29,16 @@ from gshard.rules import (  # noqa: F401  (each file registers its operators)
     window,
     window_reduce,
 )
-from gshard.rules.base.rule import REGIONS, RULES, Region, Rule
+from gshard.rules.base.rule import REGIONS, RULES, RegionRule, Rule
 from gshard.rules.base.unreduced import with_unreduced
 from gshard.rules.manual import CROSSING_MANUAL, IN_REGION
 from gshard.rules.unknown import unknown_rule
 from gshard.tensors.tile import Tile
 
-__all__ = ["REGIONS", "RULES", "Region", "Rule", "rule_of"]
+__all__ = ["REGIONS", "RULES", "RegionRule", "Rule", "rule_of"]
 
 
-def rule_of(eqn: JaxprEqn, tiles: Sequence[Tile], strict: bool) -> Rule | Region:
+def rule_of(eqn: JaxprEqn, tiles: Sequence[Tile], strict: bool) -> Rule | RegionRule:
     """The rule by which an operator runs on these tiles: every operator has one.
 
     With `strict`, a primitive for which none is registered is an error.

@@ -14,7 +14,7 @@ from jax.extend.core import primitives as exported
 
 from gshard._jax import private_primitives, shard_map_p
 from gshard.graph import CALLS
-from gshard.rules import REGIONS, RULES, Region, Rule
+from gshard.rules import REGIONS, RULES, RegionRule, Rule
 from gshard.rules.base.rule import Doc
 
 # Capture discharges references into values.
@@ -50,7 +50,7 @@ def table() -> str:
     """The page: a row per primitive that has a rule, or that is inlined before partitioning."""
     public = {primitive: name for name, primitive in exported_primitives().items()}
     rows = {}
-    described: dict[Primitive, Rule | Region] = {**RULES, **REGIONS}
+    described: dict[Primitive, Rule | RegionRule] = {**RULES, **REGIONS}
     for primitive, rule in described.items():
         rows[primitive] = _row(rule.doc)
     for primitive in (*CALLS, shard_map_p):

@@ -60,7 +60,7 @@ def dot_work(part: Mapping[Factor, int]) -> float:
 
 
 @dataclass(frozen=True)
-class _Loop:
+class _RingProduct:
     """A product in which the tiles of one operand, `which`, pass around along a factor."""
 
     layout: Layout
@@ -89,14 +89,14 @@ def dot_ways(
 
 def _too_large(
     eqn: JaxprEqn, layout: Layout, which: int, here: Sharding, limit: int
-) -> _Loop | None:
+) -> _RingProduct | None:
     """A loop along the factor along which an operand would be gathered beyond the memory limit."""
     wanted, local = layout.operands[which]
     if byte_size(local, eqn.invars[which].aval.dtype) <= limit:
         return None
     dims = zip(layout.factors.operands[which], here.splits, wanted.splits, strict=True)
     cut = [(dim[0], split) for dim, split, new in dims if split and not new]
-    return _Loop(layout, which, *cut[0]) if len(cut) == 1 else None
+    return _RingProduct(layout, which, *cut[0]) if len(cut) == 1 else None
 
 
 @rule(
@@ -113,7 +113,7 @@ def _too_large(
 def _dot(
     ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    if isinstance(way.how, _Loop):
+    if isinstance(way.how, _RingProduct):
         return [_in_a_loop(ctx, eqn, way, tiles, targets[0])]
     return way.how.run(ctx, eqn, bind_local, tiles, targets)
 

@@ -18,7 +18,7 @@ from gshard.graph.reason import Reason
 from gshard.graph.source import because, source_of
 from gshard.moving import collectives
 from gshard.moving.partial import copies_groups
-from gshard.rules.base.rule import Context, Doc, Region, bind_local, region
+from gshard.rules.base.rule import Context, Doc, RegionRule, bind_local, region
 from gshard.tensors.devices import Groups, Place
 from gshard.tensors.manual import (
     collective_p,
@@ -138,4 +138,4 @@ def _partition_id(
     return [own(ctx, ctx.place.device_id().astype(jnp.int32))]
 
 
-IN_REGION = Region(_run_manually)  # of any operator there
+IN_REGION = RegionRule(_run_manually)  # of any operator there

@@ -15,7 +15,7 @@ from gshard import manual as by_devices
 from gshard.graph.reason import Reason
 from gshard.moving import by_index, collectives
 from gshard.rules import manual
-from gshard.rules.base.rule import REGIONS, Region
+from gshard.rules.base.rule import REGIONS, RegionRule
 from gshard.tensors.manual import over_groups_p, to_auto_p, to_manual_p
 from tests.oracle import random_array
 
@@ -154,7 +154,7 @@ def test_until_nan_in_a_region():
 def rule_of(monkeypatch, primitive, change):
     """The rule of a primitive of regions, with its results changed by `change(ctx, tiles)`."""
     right = REGIONS[primitive].partition
-    wrong = Region(lambda ctx, *args: change(ctx, right(ctx, *args)))
+    wrong = RegionRule(lambda ctx, *args: change(ctx, right(ctx, *args)))
     monkeypatch.setitem(REGIONS, primitive, wrong)
 
 

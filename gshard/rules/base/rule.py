@@ -2,7 +2,7 @@
 
 A rule is factors, ways and local: how the dims of operands and results correspond, in which ways
 the operator can run, and what a device computes. Most operators are described by their `Factors`
-alone. Loops, branches and manual regions are a `Region`: it runs on tiles as they are.
+alone. Loops, branches and manual regions are a `RegionRule`: it runs on tiles as they are.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Elementwise(Rule):
 
 
 @dataclass(frozen=True)
-class Region:
+class RegionRule:
     """An operator with bodies, or on the border of a manual region or inside: no split passes."""
 
     partition: PartitionRule
@@ -240,7 +240,7 @@ class Region:
 
 
 RULES: dict[Primitive, Rule] = {}
-REGIONS: dict[Primitive, Region] = {}
+REGIONS: dict[Primitive, RegionRule] = {}
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -270,7 +270,7 @@ def region(*primitives: Primitive, doc: Doc) -> Callable[[PartitionRule], Partit
     """Register the decorated function as how `primitives` run."""
 
     def registered(partition: PartitionRule) -> PartitionRule:
-        REGIONS.update(dict.fromkeys(primitives, Region(partition, doc)))
+        REGIONS.update(dict.fromkeys(primitives, RegionRule(partition, doc)))
         return partition
 
     return registered

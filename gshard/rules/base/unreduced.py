@@ -23,7 +23,7 @@ from gshard.graph.reason import Reason
 from gshard.moving.partial import combine_cost, reducing_key
 from gshard.moving.plan import reshard_cost
 from gshard.moving.reductions import mask_for
-from gshard.rules.base.rule import RULES, Context, Region, Rule
+from gshard.rules.base.rule import RULES, Context, RegionRule, Rule
 from gshard.rules.base.uses import linear_groups
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, decompose, shard_dims, shard_result
@@ -37,7 +37,7 @@ def can_stay(tile: Tile) -> bool:
     return not idle and jnp.issubdtype(tile.array.dtype, jnp.inexact) and 0 not in tile.shape
 
 
-def with_unreduced(rule: Rule | Region) -> Region:
+def with_unreduced(rule: Rule | RegionRule) -> RegionRule:
     """How an operator runs some of whose operands are unreduced.
 
     It runs on them as they are if it can, with an unreduced result, and on their sums otherwise.
@@ -59,7 +59,7 @@ def with_unreduced(rule: Rule | Region) -> Region:
         ]
         return rule.partition(ctx, eqn, reduced, targets)
 
-    return Region(partition, rule.doc)
+    return RegionRule(partition, rule.doc)
 
 
 def in_place(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
