@@ -140,7 +140,7 @@ def _in_one_piece(
 def tree_ways(
     eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
 ) -> Iterable[Way]:
-    """Of equal subtrees each device has one; else they exchange nodes for parts of another dim.
+    """Each device has an equal subtree; else they exchange nodes for parts of another dim.
 
     `Way.how` is then the sharding under which a device completes its part of the tree.
     """

@@ -35,8 +35,8 @@ class Factors:
     contraction). `replicated` factors cannot be split; a split of one may be taken over by one of
     the factors that it has in `instead`, which costs an AllToAll where a gather costs the entire
     operand. `resized` factors have another size in each tensor; a split propagates through them to
-    a dim that has at least a row for each tile. Of `ordered` factors the operator tells rows apart
-    by their number, as a cumulative sum does; None is not known.
+    a dim that has at least a row for each tile. The rows of `ordered` factors are told apart by
+    their number, as a cumulative sum does; None is not known.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
