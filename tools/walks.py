@@ -35,7 +35,7 @@ WALKS = {
     "lower": Start("gshard.runtime.pipeline", "lower", "traced", 56, 32),
     "forecast": Start("gshard.forecast.report", "forecast", "jaxpr", 22, 7),
     "auto": Start("gshard.autosharding.cost.model", "build", "flat", 36, 17),
-    "training": Start("gshard.mt.training.loop", "train", "run", 77, 48),
+    "training": Start("gshard.mt.training.loop", "train", "run", 70, 41),
 }
 
 # Methods of values of any kind, arrays among them.

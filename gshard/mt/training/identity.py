@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from gshard.mt.config import CHANGEABLE, OptimizerConfig, fall_if_changeable, settings
+from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 
 _CHECKED_BY_CONTENT = ("data.",)  # where text and vocabularies are does not matter
@@ -55,6 +56,16 @@ def other_model(note: dict[str, Any], run: Run) -> list[str]:
         "teacher": saved.get("teacher", ""),
     }
     return differences(saved, dict(json.loads(json.dumps(now))), note["step"])
+
+
+def refuse_changes(run: Run, mine: dict[str, Any], note: dict[str, Any] | None) -> None:
+    """An error if something that the losses depend on is not as the last checkpoint notes it."""
+    if note and (changed := differences(note["identity"], mine, note["step"])):
+        lines = "\n  ".join(changed)
+        raise UserError(
+            f"{run.folder} is not as it was at step {note['step']}:\n  {lines}\n"
+            "its losses would differ; restore what changed, or start a new run"
+        )
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], done: int) -> list[str]:

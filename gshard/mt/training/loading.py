@@ -33,8 +33,11 @@ def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transfo
     `like` is the model as shapes with shardings (`model_like`); each host then reads only what
     its devices hold. Without it this process reads all of the weights.
     """
-    if which == "untrained":
-        return _fresh(run, like), 0
+    return (_fresh(run, like), 0) if which == "untrained" else trained_model(run, which, like)
+
+
+def trained_model(run: Run, which: str, like: Any = None) -> tuple[Transformer, int]:
+    """The same of weights that were trained."""
     if released.is_release(run):
         return _released(run, which, like)
     checkpoints, step = _chosen(run, which)

@@ -24,12 +24,12 @@ from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run
 from gshard.mt.training import guard
 from gshard.mt.training.checkpoint import Checkpoints, SaveError
+from gshard.mt.training.identity import refuse_changes
 from gshard.mt.training.journal import Journal
 from gshard.mt.training.prepare import (
     dev_batches,
     prepare,
     programs_and_batches,
-    refuse_changes,
     teacher_config,
 )
 from gshard.mt.training.programs import Programs, RunState, StepFigures, joined, parts

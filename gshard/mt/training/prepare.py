@@ -16,8 +16,8 @@ from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run
 from gshard.mt.training import checksums, released
 from gshard.mt.training.checkpoint import FOLDER
-from gshard.mt.training.identity import differences, identity
-from gshard.mt.training.loading import chosen_step, load_model, model_like
+from gshard.mt.training.identity import identity
+from gshard.mt.training.loading import chosen_step, model_like, trained_model
 from gshard.mt.training.programs import Programs, Setup
 from gshard.nn.config import TransformerConfig
 from gshard.nn.strategy import Strategy
@@ -43,16 +43,6 @@ def prepare(run: Run, progress: TrainingProgress) -> dict[str, Any]:
     others = {"the vocabulary": mine["vocabulary"], "the teacher": mine["teacher"]}
     hosts.agree({**mine["settings"], **others, **texts})
     return mine
-
-
-def refuse_changes(run: Run, mine: dict[str, Any], note: dict[str, Any] | None) -> None:
-    """An error if something that the losses depend on is not as the last checkpoint notes it."""
-    if note and (changed := differences(note["identity"], mine, note["step"])):
-        lines = "\n  ".join(changed)
-        raise UserError(
-            f"{run.folder} is not as it was at step {note['step']}:\n  {lines}\n"
-            "its losses would differ; restore what changed, or start a new run"
-        )
 
 
 def setup_of(run: Run, *, shapes: bool = False, keeps_step: bool = False) -> Setup:
@@ -98,7 +88,7 @@ def teacher_of(run: Run, strategy: Strategy, *, shapes: bool = False) -> Transfo
     if found is None:
         return None
     like = model_like(found.model_config, strategy)
-    return like if shapes else load_model(found, run.config.distill.checkpoint, like)[0]
+    return like if shapes else trained_model(found, run.config.distill.checkpoint, like)[0]
 
 
 def teacher_identity(config: DistillConfig) -> str:

@@ -130,6 +130,9 @@ class Programs:
             fresh = init_state(setup.model, optimizer, jax.random.fold_in(key, 0), strategy)
             return RunState(fresh, guard.Guard.new())
 
+        def dev(model: Transformer, batch: Batch) -> StepMetrics:
+            return readable(eval_step(model, batch, strategy=strategy))
+
         def step(
             state: RunState, batch: Batch, key: Array, teacher: Transformer | None, **how: Any
         ) -> tuple[RunState, StepFigures]:
@@ -148,9 +151,6 @@ class Programs:
             kept = guard.choose(good, learned, state.train)._replace(step=learned.step)
             figures = StepFigures(metrics, judged.skipped, judged.in_a_row)
             return RunState(kept, judged), readable(figures)
-
-        def dev(model: Transformer, batch: Batch) -> StepMetrics:
-            return readable(eval_step(model, batch, strategy=strategy))
 
         jit = functools.partial(gshard.jit, devices=self.devices, reproducible=config.reproducible)
         self._jit, self._plain_first, self._plain_step = jit, first, step
