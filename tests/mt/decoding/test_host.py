@@ -111,8 +111,8 @@ def test_onnx_runtime_writes_nothing_about_its_user(tmp_path):
     """Neither a device's id nor a queue of events, which it writes when it is imported."""
     script = (
         "import numpy as np\n"
-        "from gshard.mt.decoding.host.products import Graph\n"
-        "graph = Graph()\n"
+        "from gshard.mt.decoding.host.products import OnnxGraph\n"
+        "graph = OnnxGraph()\n"
         "print(graph.compile(graph.add('Abs', graph.input('x')))(-np.ones((1, 1), np.float32)))\n"
     )
     places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "TMPDIR"), str(tmp_path))
