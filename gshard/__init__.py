@@ -15,7 +15,7 @@ if _typing.TYPE_CHECKING:
     from gshard import extend, forecast, manual
     from gshard.autosharding.auto import auto
     from gshard.autosharding.layout import Layout
-    from gshard.check import check
+    from gshard.check import check, prove
     from gshard.checking.replaying.replay import Replay
     from gshard.checking.report import Difference, Report
     from gshard.extend import Factors, Rule, Sharding, Tile, register_rule
@@ -64,6 +64,7 @@ __all__ = [
     "manual_to_auto_spmd_partition",
     "partition_id",
     "pipeline",
+    "prove",
     "register_rule",
     "replicate",
     "shard",
@@ -78,7 +79,7 @@ _lazy.attach(
         "gshard.tensors.annotate": "replicate shard split",
         "gshard.autosharding.auto": "auto",
         "gshard.autosharding.layout": "Layout",
-        "gshard.check": "check",
+        "gshard.check": "check prove",
         "gshard.checking.report": "Difference Report",
         "gshard.extend": "Factors Rule Sharding Tile register_rule",
         "gshard.jit": "Jitted jit",

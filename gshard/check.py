@@ -1,8 +1,8 @@
-"""`gshard.check`: whether the partitioned program is the same program."""
+"""`gshard.check` and `gshard.prove`: whether the partitioned program is the same program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 from gshard import _jax
@@ -21,14 +21,27 @@ def check(fun: Callable[..., Any], /, *args: Any, **keywords: Unpack[JitKeywords
     The arguments decide branches, routing and comparisons. Values that only exist in one of the
     programs are counted in `Report.not_compared`.
     """
-    if isinstance(fun, Jitted):
-        if keywords:
-            given = ", ".join(keywords)
-            raise TypeError(
-                f"gshard.check was given a function of gshard.jit and the keywords {given}; give "
-                "them to gshard.jit, or give gshard.check the function itself"
-            )
-        jitted = fun
-    else:
-        jitted = jit(fun, **keywords)
-    return jitted.lower(*args).check(*args)
+    return _jitted("check", fun, keywords).lower(*args).check(*args)
+
+
+@_jax.api_boundary
+def prove(fun: Callable[..., Any], /, *shapes: Any, **keywords: Unpack[JitKeywords]) -> Report:
+    """Prove, from shapes alone, that the program for all devices computes what `fun` does.
+
+    As `gshard.check`, at random arguments of these shapes (`jax.ShapeDtypeStruct`s, or arrays), for
+    the mesh that the program will run on: `devices=2048` needs no hardware. Sizes are made as small
+    as the same plan allows, even ones stay even and uneven ones uneven; `Report.sizes` has them.
+    """
+    return _jitted("prove", fun, keywords).lower(*shapes).prove()
+
+
+def _jitted(name: str, fun: Callable[..., Any], keywords: Mapping[str, Any]) -> Jitted[Any, Any]:
+    if not isinstance(fun, Jitted):
+        return jit(fun, **keywords)
+    if keywords:
+        given = ", ".join(keywords)
+        raise TypeError(
+            f"gshard.{name} was given a function of gshard.jit and the keywords {given}; give them "
+            f"to gshard.jit, or give gshard.{name} the function itself"
+        )
+    return fun

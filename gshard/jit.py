@@ -249,7 +249,20 @@ class Jitted(Generic[P, R]):
             if refs := refs_of(traced):
                 return self._of_refs(traced).lower(*refs, *leaves)
             lowered = self._lower(traced, order, mesh, leaves, static)
-            return lowered.named(names_of(leaves))
+        given = self._structs(args), self._structs(kwargs)
+        lowered.resized = lambda sizes, times: self._resized(*given, sizes, times)
+        return lowered.named(names_of(leaves))
+
+    def _resized(self, args: Any, kwargs: Any, sizes: dict[int, int], times: int) -> Lowered:
+        """The program for arguments of sizes that are so many times smaller."""
+
+        def smaller(x: Any) -> Any:
+            is_array = isinstance(x, jax.ShapeDtypeStruct)
+            return x.update(shape=tuple(sizes.get(n, n) for n in x.shape)) if is_array else x
+
+        args, kwargs = jax.tree.map(smaller, (args, kwargs))
+        options = replace(self.options, shrunk=times)
+        return Jitted(self._keywords, options, self.__wrapped__).lower(*args, **kwargs)  # type: ignore[attr-defined]
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]

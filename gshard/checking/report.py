@@ -91,7 +91,8 @@ class Report:
     `differences` are in the order in which devices compute. What follows from a difference is
     counted in `not_compared`, with the values that exist in only one of the programs, by reason.
     `near_ties` counts decisions by floats that rounding could change, for which another point was
-    drawn. Where sizes were reduced, `sizes` has them.
+    drawn. Where sizes were reduced, `sizes` has them, and `same_plan` says whether the program for
+    these sends the same collectives, at the same lines.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Report:
     degree: float = 1.0
     near_ties: int = 0
     sizes: Mapping[int, int] = field(default_factory=dict)
+    same_plan: bool = True
 
     @property
     def ok(self) -> bool:
@@ -165,7 +167,8 @@ class Report:
         more = [f"not compared: {n:,} {why}" for why, n in self.not_compared.most_common()]
         if self.sizes:
             taken = ", ".join(f"{new:,} for {old:,}" for old, new in self.sizes.items())
-            more.append(f"sizes were reduced: {taken}")
+            plan = "the same plan" if self.same_plan else "a plan with other collectives"
+            more.append(f"sizes were reduced, with {plan}: {taken}")
         if self.near_ties:
             more.append(f"another point was drawn for {counted(self.near_ties, 'near tie')}")
         rows = [

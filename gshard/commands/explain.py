@@ -14,6 +14,7 @@ from gshard.untrusted import printable_lines
 
 if TYPE_CHECKING:
     from gshard.explanation import Explanation
+    from gshard.runtime.stages import Lowered
 
 
 def explain(
@@ -32,6 +33,10 @@ def explain(
             min=0.0,
         ),
     ] = None,
+    prove: Annotated[
+        bool,
+        typer.Option("--prove", help="prove that all devices compute what the function does"),
+    ] = False,
     dump: Annotated[
         Path | None, typer.Option(help="a folder for the program after every stage of lowering")
     ] = None,
@@ -48,6 +53,8 @@ def explain(
         with working() as tell:
             tell(f"partitioning {function} for {devices} devices")
             lowered = jitted.lower(*arguments)
+        if prove:
+            raise typer.Exit(_prove(lowered))
         explanation = lowered.explain(seconds=seconds)
         if as_json:
             sent = [{**asdict(c), "reason": c.reason} for c in lowered.collectives]
@@ -58,6 +65,15 @@ def explain(
             page.write_text(explanation.page(), encoding="utf-8")
         if dump is not None:
             lowered.dump(dump)
+
+
+def _prove(lowered: Lowered) -> int:
+    """Print the proof, or what differs; the exit status."""
+    with working() as tell:
+        tell("running both programs in a finite field")
+        report = lowered.prove()
+    print(printable_lines(str(report)))
+    return 0 if report.ok else 1
 
 
 def _show(explanation: Explanation) -> None:

@@ -53,6 +53,10 @@ Checked = Annotated[
         min=1,
     ),
 ]
+Proved = Annotated[
+    bool,
+    typer.Option("--prove", help="prove that a step is the unpartitioned one, exactly, and stop"),
+]
 ListSettings = Annotated[
     bool, typer.Option("--settings", help="list all settings with their values, and exit")
 ]
@@ -72,6 +76,7 @@ def train(
     languages: Languages = "",
     back_to: BackTo = None,
     checked: Checked = None,
+    proved: Proved = False,
     list_settings: ListSettings = False,
 ) -> None:
     """Train a model. Ctrl-C saves it; run the same command again to continue."""
@@ -110,6 +115,8 @@ def train(
             with TrainDisplay() as display:
                 if checked is not None:
                     raise typer.Exit(_check(run, checked, display))
+                if proved:
+                    raise typer.Exit(_check(run, None, display))
                 failed_saves.silence_orbax_after_failure()
                 intruder = held.intruder if held else lambda: ""
                 outcome = loop.train(run, display, back_to, reporter, intruder, keeps_step=True)
@@ -118,11 +125,11 @@ def train(
         raise typer.Exit(128 + outcome.signal)
 
 
-def _check(run: Run, step: int, progress: TrainingProgress) -> int:
-    """Check one step of a run, and print what was found; the exit status."""
-    from gshard.mt.training.checked import check_step
+def _check(run: Run, step: int | None, progress: TrainingProgress) -> int:
+    """Check one step of a run, or prove any, and print what was found; the exit status."""
+    from gshard.mt.training.checked import check_step, prove_step
 
-    report = check_step(run, step, progress)
+    report = prove_step(run, progress) if step is None else check_step(run, step, progress)
     progress.note(str(report))
     return 0 if report.ok else 1
 

@@ -58,6 +58,7 @@ class Options:
     inside: tuple[Inside, ...] = ()  # annotations of tensors that the function makes
     variant: Variant = USUAL
     layout_devices: int | None = None  # how many the layout is for, where one is given
+    shrunk: int = 1  # how many times smaller sizes are than those that are planned for
 
     def check_count(self, devices: int) -> None:
         """Refuse devices that are not as many as the layout is for."""

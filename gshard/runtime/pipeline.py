@@ -19,7 +19,6 @@ from gshard import _jax
 from gshard.capture.inside import resolved
 from gshard.capture.placement import DeviceOrder
 from gshard.capture.stage import capture
-from gshard.forecast import Hardware
 from gshard.graph.history import History
 from gshard.moving.costs import GENERIC_COSTS, use_cost_model
 from gshard.moving.seen import Seen
@@ -44,7 +43,7 @@ def lower(
     options: Options,
 ) -> Program:
     """One traced function, whose arguments have the shardings `given`, as a per-device program."""
-    history, limit = History(), options.memory_limit
+    history, limit = History(), options.memory_limit // options.shrunk**2
     captured = capture(traced, order, options.variant, history)
     flat = captured.flat
     inside = resolved(captured.places, options.inside) if options.inside else {}
@@ -52,7 +51,7 @@ def lower(
 
     def planned(flat: ClosedJaxpr, history: History) -> Arrangement:
         """The plan of the flat program, or of a variant of it."""
-        with _planning(options.hardware, order):
+        with _planning(options, order):
             flat, found = shard(flat, known, options.variant.rewrites, history)
             seen = Seen()
             local = partition(flat.jaxpr, found, limit, options.strict, seen)
@@ -62,7 +61,7 @@ def lower(
             return replace(arranged, plan=Plan(improved, order.count))
 
     arranged = planned(flat, history)
-    with _planning(options.hardware, order):
+    with _planning(options, order):
         finished = history.run(FINAL_PASSES, arranged.plan.jaxpr, plan_note)
     settings = settings.with_options(options.variant.compiler_options)
     wide = bool(jax.config.jax_enable_x64)
@@ -70,9 +69,15 @@ def lower(
 
 
 @contextlib.contextmanager
-def _planning(hardware: Hardware | None, order: DeviceOrder) -> Iterator[None]:
-    """A context with the costs of the hardware, and without the user's mesh."""
-    costs = hardware.cost_model if hardware else GENERIC_COSTS
+def _planning(options: Options, order: DeviceOrder) -> Iterator[None]:
+    """A context with the costs of the hardware, and without the user's mesh.
+
+    Of smaller sizes tensors have as many times fewer bytes, twice, and products the work, thrice.
+    """
+    costs = options.hardware.cost_model if options.hardware else GENERIC_COSTS
+    if (times := options.shrunk) > 1:
+        latency, work = costs.latency / times**2, costs.flops_per_byte / times
+        costs = replace(costs, latency=latency, flops_per_byte=work)
     costs = replace(costs, rings=True) if _has_rings(order) else costs
     with _jax.without_mesh(), use_cost_model(costs):
         yield

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,10 @@ from jax.extend.core import Jaxpr
 from gshard import _jax
 from gshard.capture.calls import Trees
 from gshard.checking.audit import check_program
-from gshard.checking.points import at_values
+from gshard.checking.points import at_random, at_values
 from gshard.checking.replaying.replay import Replay, Until
 from gshard.checking.report import Report
+from gshard.checking.smaller import Resized, reduced, tiles_by_size
 from gshard.explanation import Explanation
 from gshard.forecast import Forecast, Hardware, forecast
 from gshard.forecast.collective import Topology
@@ -39,6 +41,8 @@ from gshard.runtime.program import Program
 from gshard.runtime.xla import Partitioned
 from gshard.tensors.sharding import Sharding
 
+_SMALL = 2**12  # elements of arguments whose sizes are not reduced for a proof
+
 
 class Lowered(Stage):
     """A partitioned program, before it is compiled."""
@@ -48,6 +52,7 @@ class Lowered(Stage):
         self.trees = trees
         self._planned_for = hardware
         self._compiled: Compiled | None = None
+        self.resized: Resized | None = None
 
     def named(self, names: Sequence[str]) -> Lowered:
         """Itself, with these names of the arrays among the arguments, where they are given."""
@@ -134,6 +139,24 @@ class Lowered(Stage):
         """
         emitted = self._own().emitted
         return check_program(emitted, at_values(emitted, self.arrays(args, kwargs)))
+
+    def prove(self) -> Report:
+        """Whether every value equals that of the unpartitioned program, at random arguments.
+
+        It runs on the host, for all devices in lockstep. Sizes are made as small as the same plan
+        allows; `Report.sizes` has them. See `gshard.prove`.
+        """
+        lowered, sizes, same_plan = self, {}, True
+        if self.resized is not None and self._elements() > _SMALL:
+            taken = sorted({n for shape, _ in self.trees.types for n in shape}, reverse=True)
+            tiles = tiles_by_size(self._own().arranged.seen.held)
+            lowered, sizes, same_plan = reduced(self.resized, self, taken, tiles)
+        emitted = lowered._own().emitted
+        report = check_program(emitted, at_random(emitted))
+        return replace(report, sizes=sizes, same_plan=same_plan)
+
+    def _elements(self) -> int:
+        return sum(math.prod(shape) for shape, _ in self.trees.types)
 
     @property
     def in_shardings(self) -> Any:

@@ -7,6 +7,7 @@ that every order in which a maximum is taken finds the same one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -134,8 +135,12 @@ def unknown(name: str, fn: Callable[..., np.ndarray] | None, *names: str) -> Ope
             r = on_distinct(lambda x: field.hashed(key, x), residues[0])
         else:
             r = field.hashed(key, *residues)
-        f = (r.astype(np.float64) / 2.0**61) if fn is None else fn(*map(plain, operands))
-        return exact(np.asarray(f), r, *operands, degree=1.0)
+        any_float = r.astype(np.float64) / 2.0**61
+        f = any_float if fn is None else np.asarray(fn(*map(plain, operands)))
+        if np.isnan(f).any():  # as of log(-1): a number like others, so that all are compared
+            known = [np.isnan(x.f) for x in operands if isinstance(x, Exact)]
+            f = np.where(np.isnan(f) & ~functools.reduce(np.logical_or, known), any_float, f)
+        return exact(f, r, *operands, degree=1.0)
 
     return operator
 

@@ -39,6 +39,13 @@ def check_step(run: Run, step: int, progress: TrainingProgress) -> gshard.Report
         iterator.close()
 
 
+def prove_step(run: Run, progress: TrainingProgress) -> gshard.Report:
+    """Prove that an update of the run is that of the unpartitioned program."""
+    prepare(run, progress)
+    programs, batches = programs_and_batches(run)
+    return programs.prove(programs.first_state(), batches[0])
+
+
 def _state_before(
     run: Run, step: int, programs: Programs, batches: Batches
 ) -> tuple[RunState, int, dict[str, int]]:

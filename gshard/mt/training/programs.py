@@ -236,6 +236,11 @@ class Programs:
         arguments = state, self.batch(arrays), self._key, self._teacher
         return gshard.check(self._partitioned(arguments), *arguments)
 
+    def prove(self, state: RunState, arrays: Arrays) -> gshard.Report:
+        """Whether an update is that of the unpartitioned program, from shapes alone."""
+        arguments = state, self.batch(arrays), self._key, self._teacher
+        return gshard.prove(self._partitioned(arguments), *arguments)
+
     def dev(self, model: Transformer, arrays: Arrays) -> StepMetrics:
         """The losses on a batch."""
         return self._dev(model, self.batch(arrays))

@@ -6,7 +6,7 @@ import pytest
 
 from gshard.mt.errors import UserError
 from gshard.mt.run import Run
-from gshard.mt.training.checked import check_step
+from gshard.mt.training.checked import check_step, prove_step
 from tests.mt.runs import Notes, run_config, with_devices
 
 
@@ -27,9 +27,10 @@ def test_the_first_step(corpus, tmp_path):
     small = {"experts": 2, "groups": 2}
     model = dataclasses.replace(config.model, **small)
     run = Run.create(tmp_path / "run", dataclasses.replace(config, model=model))
-    report = check_step(run, 1, Notes())
-    assert report.ok, report
-    assert report.compared > 300
+    for report in (check_step(run, 1, Notes()), prove_step(run, Notes())):
+        assert report.ok, report
+        assert report.compared > 300
+        assert report.covered.share > 0.99
 
 
 def test_a_step_that_the_run_does_not_have(corpus, tmp_path):

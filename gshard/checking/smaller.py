@@ -1,0 +1,90 @@
+"""Smaller sizes for a program, with the same plan: what a proof for thousands of devices runs on.
+
+A size keeps the shape of its tiles: one that divides stays one that divides, and the last tiles of
+one that does not stay short, or empty. Sizes that the function depends on, as by a reshape to
+numbers of its own, stay. A plan depends on what is sent and computed, so that smaller programs are
+planned for devices with as much less memory, latency and work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gshard.moving.seen import Held
+
+Sizes = dict[int, int]
+Resized = Callable[[Sizes, int], Any]  # a lowering for other sizes, so many times smaller
+_TIMES = (256, 64, 16, 4)  # smaller than before: what is tried
+_SMALL = 8  # sizes up to this stay
+
+
+def tiles_by_size(held: Mapping[Any, Sequence[Held]]) -> dict[int, int]:
+    """Into how many tiles dims of each size are split, at most."""
+    found: dict[int, int] = defaultdict(lambda: 1)
+    for each in held.values():
+        for h in each:
+            for size, tiles in zip(h.shape, h.sharding.tiles, strict=False):
+                found[size] = max(found[size], tiles)
+    return found
+
+
+def smaller_size(size: int, tiles: int, times: int) -> int:
+    """A size about so many times smaller, whose tiles are full, short and empty like before."""
+    if size <= _SMALL:
+        return size
+    local = -(-size // tiles)
+    rows = max(2, local // times)
+    if tiles == 1:
+        return min(size, rows + size % 2)
+    full, rest = divmod(size, local)
+    short = min(rows - 1, -(-rest * rows // local))
+    return min(size, rows * full + short)
+
+
+def reduced(
+    resized: Resized, whole: Any, sizes: Sequence[int], tiles: Mapping[int, int]
+) -> tuple[Any, Sizes, bool]:
+    """A lowering for smaller sizes, what was taken for which size, and whether the plan is that of
+    `whole`: the smallest of that plan, or else of the plan that has most in common with it."""
+    wanted, found = plan_of(whole), []
+    for times in _TIMES:
+        tried = {n: smaller_size(n, tiles[n], times) for n in sizes}
+        made = _lowered(resized, tried, times)
+        if made is None:
+            tried = _that_fit(resized, tried, times)
+            made = _lowered(resized, tried, times)
+        if made is None:
+            continue
+        changed = {old: new for old, new in tried.items() if old != new}
+        apart = sum((plan_of(made) - wanted).values()) + sum((wanted - plan_of(made)).values())
+        if not apart:
+            return made, changed, True
+        found.append((apart, made, changed))
+    if not found:
+        return whole, {}, True
+    _, made, changed = min(found, key=lambda each: each[0])
+    return made, changed, False
+
+
+def plan_of(lowered: Any) -> Counter[tuple[str, str, int]]:
+    """The collectives of a program: their kinds, lines and groups; of combined ones, each."""
+    each = [m for c in lowered.collectives for m in c.members or (c,)]
+    return Counter((c.kind, c.source, c.group_size) for c in each)
+
+
+def _that_fit(resized: Resized, tried: Sizes, times: int) -> Sizes:
+    """The sizes that can change together, of those that are tried, one after the other."""
+    fits: Sizes = {}
+    for size, new in tried.items():
+        if _lowered(resized, {**fits, size: new}, times) is not None:
+            fits[size] = new
+    return fits
+
+
+def _lowered(resized: Resized, sizes: Sizes, times: int) -> Any | None:
+    try:
+        return resized(sizes, times)
+    except Exception:  # any error: the user's function is not made for these sizes
+        return None
