@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from gshard.checking.exact.number import Value, constant, drawn, generic, is_float
 from gshard.checking.replaying.emitted import Emitted
 from gshard.checking.replaying.tiles import logical
+from gshard.tensors.keys import is_key_type
 
 
 def at_values(emitted: Emitted, arguments: Sequence[Any]) -> Iterator[list[Value]]:
@@ -33,6 +35,9 @@ def at_random(emitted: Emitted) -> Iterator[list[Value]]:
 def _random(aval: Any, rng: np.random.Generator) -> Value:
     if is_float(aval.dtype):
         return generic(aval.shape, rng)
+    if is_key_type(aval.dtype):
+        key = jax.random.key(rng.integers(2**31), impl=aval.dtype._impl.name)
+        return constant(jax.random.split(key, aval.shape) if aval.shape else key)
     if np.dtype(aval.dtype).kind == "b":
         return rng.integers(0, 2, (1, *aval.shape)).astype(bool)
     return constant(rng.integers(0, 4, aval.shape).astype(aval.dtype))

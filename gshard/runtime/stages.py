@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr
 
 from gshard import _jax
 from gshard.capture.calls import Trees
-from gshard.checking.audit import check_program
+from gshard.checking.audit import check_program, check_results
 from gshard.checking.points import at_random, at_values
 from gshard.checking.replaying.replay import Replay, Until
 from gshard.checking.report import Report
@@ -135,10 +135,16 @@ class Lowered(Stage):
     def check(self, *args: Any, **kwargs: Any) -> Report:
         """Whether every value of the program equals that of the unpartitioned one, exactly.
 
-        Both run on the host; these arguments decide branches. See `gshard.check`.
+        Both run on the host; these arguments decide branches. Where XLA partitions the program, it
+        is run, and its results are compared within rounding. See `gshard.check`.
         """
+        arrays = self.arrays(args, kwargs)
+        if not isinstance(self._program, Program):
+            results = jax.tree.leaves(self.compile()(*args, **kwargs))
+            flat, given = self._program.flat, (*self._program.closed_over, *arrays)
+            return check_results(self._name(), flat, given, results, self._program.num_devices)
         emitted = self._own().emitted
-        return check_program(emitted, at_values(emitted, self.arrays(args, kwargs)))
+        return check_program(emitted, at_values(emitted, arrays))
 
     def prove(self) -> Report:
         """Whether every value equals that of the unpartitioned program, at random arguments.
@@ -146,7 +152,8 @@ class Lowered(Stage):
         It runs on the host, for all devices in lockstep. Sizes are made as small as the same plan
         allows; `Report.sizes` has them. See `gshard.prove`.
         """
-        lowered, sizes, same_plan = self, {}, True
+        lowered, same_plan = self, True
+        sizes: dict[int, int] = {}
         if self.resized is not None and self._elements() > _SMALL:
             taken = sorted({n for shape, _ in self.trees.types for n in shape}, reverse=True)
             tiles = tiles_by_size(self._own().arranged.seen.held)

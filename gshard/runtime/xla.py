@@ -76,7 +76,7 @@ def lower_with_xla(
     laid_out = zip(flat.jaxpr.outvars, settings.out_layouts, strict=True)
     results = [None if layout is None else named(v) for v, layout in laid_out]
     step = settings.trace(constrained, traced.fun_name, structs, placed, results=results)
-    return XlaProgram(step, own, into)
+    return XlaProgram(step, own, into, flat, closed_over)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +89,8 @@ class XlaProgram(GlobalFunction):
     traced: jax.stages.Traced
     mesh: Mesh
     into: Sequence[Port]
+    flat: ClosedJaxpr  # the user's program
+    closed_over: Sequence[Any]  # its first arguments
     conflicts = ()
 
     name = property(lambda self: self.traced.fun_name)

@@ -334,3 +334,22 @@ def test_a_jitted_function_has_its_keywords_already():
     assert gshard.check(step, random_array((16, 3))).ok
     with pytest.raises(TypeError, match=r"given a function of gshard.jit and the keywords devices"):
         gshard.check(step, random_array((16, 3)), devices=4)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_xla_partitions(wrong, monkeypatch):
+    """Its results are beside those of the unpartitioned program, within rounding."""
+
+    def fn(x, w):
+        return jnp.tanh(gshard.split(x, 1, D) @ w), x.sum(0)
+
+    lowered = gshard.jit(fn, devices=jax.devices()[:D], partitioner="xla").lower(
+        *(args := (random_array((4, 16)), random_array((16, 5), seed=1)))
+    )
+    if wrong:
+        compiled = lowered.compile()
+        monkeypatch.setattr(lowered, "compile", lambda: lambda *a: (compiled(*a)[0], args[0][0]))
+    report = lowered.check(*args)
+    assert report.ok != wrong
+    assert not report.exact
+    assert not wrong or report.first.operator == "reduce_sum"

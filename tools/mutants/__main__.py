@@ -37,9 +37,9 @@ def main() -> None:
         "--confirm", action="store_true", help="run the tests that killed without any mutation, too"
     )
     parser.add_argument(
-        "--check",
+        "--prove",
         action="store_true",
-        help="see whether gshard.check names the line of those that were killed",
+        help="see which ones gshard.prove refutes, from shapes alone, and whose line it names",
     )
     parser.add_argument("--list", action="store_true", help="print the mutations and their results")
     parser.add_argument("--report", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
@@ -57,11 +57,10 @@ def main() -> None:
     random.Random(0).shuffle(chosen)  # a part of a run says something about all kinds
     if options.list:
         print(report.listed(sorted(chosen, key=known.index), running.results(options.folder)))
-    elif options.check:
+    elif options.prove:
         warm.warm_up(ROOT)
-        found = running.results(options.folder)
-        killed = [m for m in chosen if found.get(m.key, {}).get("how") == "killed"]
-        naming.run(ROOT, options.folder, killed, options.jobs, lambda text: print(text, flush=True))
+        wrong = [m for m in chosen if not m.equivalent]
+        naming.run(ROOT, options.folder, wrong, options.jobs, lambda text: print(text, flush=True))
     elif not options.report:
         _run(options, chosen)
     if options.report:

@@ -93,24 +93,29 @@ def page(mutations: Sequence[Mutation], folder: Path) -> str:
         for m in ran
         if not m.equivalent and found[m.key]["how"] == "survived"
     ] or ["none."]
-    lines += ["", "## Named by `gshard.check`", "", *textwrap.wrap(_named(mutations, folder), 100)]
+    lines += [
+        "",
+        "## Refuted by `gshard.prove`",
+        "",
+        *textwrap.wrap(_named(mutations, folder), 100),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _named(mutations: Sequence[Mutation], folder: Path) -> str:
-    """Of the mutants that change values of small programs, those whose line a check names."""
+    """Of the mutants that change values of small programs, those whose line a proof names."""
     found = naming.results(folder)
     tried = [(m.name, found[m.key]) for m in mutations if m.key in found]
     if not tried:
-        return "Not measured yet: `python -m tools.mutants --check` does."
+        return "Not measured yet: `python -m tools.mutants --prove` does."
     shown = [(name, line) for name, line in tried if line["shown"]]
     missed = [f"`{name}`" for name, line in shown if not line["named"]]
     named = len(shown) - len(missed)
     rest = f" Another line is named for {', '.join(missed)}." if missed else ""
     return (
-        f"{len(tried)} were tried, and {len(shown)} change values in one of the programs of "
-        f"`tools/mutants/programs.py`: `gshard.check` names the line of {named}, "
-        f"{100 * named / max(len(shown), 1):.1f}% (`python -m tools.mutants --check`).{rest}"
+        f"{len(tried)} were tried. {len(shown)} are refuted in one of the programs of "
+        f"`tools/mutants/programs.py` from shapes alone, and the line of {named} is named, "
+        f"{100 * named / max(len(shown), 1):.1f}% (`python -m tools.mutants --prove`).{rest}"
     )
 
 

@@ -54,7 +54,7 @@ class ExactNumbers:
         self.count = count
 
     def literal(self, value: Any, active: np.ndarray) -> Value:
-        """A constant."""
+        """A constant, in the type that it has in the program."""
         return constant(value)
 
     def row(self, value: Value, number: int) -> Value:

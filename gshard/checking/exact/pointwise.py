@@ -1,8 +1,8 @@
 """Operators on single elements: of the field, unknown functions, and decisions by floats.
 
 Values are ordered by their floats. Where the field's elements are equal, the values are, whatever
-rounding did to the floats; where only the floats are equal, the elements of the field decide, so
-that every order in which a maximum is taken finds the same one.
+rounding did to the floats; where only the floats are equal, or nearly, the elements of the field
+decide, so that every order in which a maximum is taken finds the same one.
 """
 
 from __future__ import annotations
@@ -176,10 +176,9 @@ def below(a: Value, b: Value) -> np.ndarray:
         return plain(a) < plain(b)
     differs = a.r != b.r
     apart = np.abs(a.f - b.f)
-    near = differs & (apart > 0) & (apart <= _TIE * (np.abs(a.f) + np.abs(b.f)))
-    Ties.count += int(np.count_nonzero(near))
-    tied = (a.f == b.f) & (a.r < b.r)
-    return ((a.f < b.f) & differs) | tied
+    near = np.isfinite(apart) & (apart <= _TIE * (np.abs(a.f) + np.abs(b.f)))
+    Ties.count += int(np.count_nonzero(near & differs & (apart > 0)))
+    return np.where(near | (a.f == b.f), a.r < b.r, (a.f < b.f) & differs)
 
 
 def equal(a: Value, b: Value) -> np.ndarray:

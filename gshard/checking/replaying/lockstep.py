@@ -78,6 +78,11 @@ class Domain(Protocol):
         """The results of an equation that sends nothing."""
 
 
+def _literal(atom: Literal) -> Any:
+    """The value of a literal, in its own type: Python's numbers have 64 bits."""
+    return np.asarray(atom.val, atom.aval.dtype) if np.isscalar(atom.val) else atom.val
+
+
 class Lockstep:
     """Runs programs for all devices of a mesh with axes of these `sizes`."""
 
@@ -104,7 +109,7 @@ class Lockstep:
         last = self._last_uses(jaxpr)
 
         def read(atom: Any) -> Value:
-            return domain.literal(atom.val, on) if isinstance(atom, Literal) else env[atom]
+            return domain.literal(_literal(atom), on) if isinstance(atom, Literal) else env[atom]
 
         for number, eqn in enumerate(jaxpr.eqns):
             operands = [read(a) for a in eqn.invars]
