@@ -72,7 +72,7 @@ def lower(
 def _planning(options: Options, order: DeviceOrder) -> Iterator[None]:
     """A context with the costs of the hardware, and without the user's mesh.
 
-    Of smaller sizes tensors have as many times fewer bytes, twice, and products the work, thrice.
+    For smaller sizes, latency and work per byte are smaller to the same degree.
     """
     costs = options.hardware.cost_model if options.hardware else GENERIC_COSTS
     if (times := options.shrunk) > 1:
