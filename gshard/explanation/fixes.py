@@ -14,30 +14,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from gshard.explanation.names import annotated_name
 from gshard.explanation.subject import Subject
 from gshard.graph import map_bodies
+from gshard.graph.readable import size
 from gshard.graph.source import source_of, span_of
 from gshard.tensors.annotate import Annotation
 from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import byte_size
+
+_NOTHING = "no annotation"
 
 Changes = dict[JaxprEqn, Annotation | None]  # annotations to be replaced, or taken away
 Progress = Callable[[int, int], None]  # told how many of how many candidates are tried
+Copies = list[JaxprEqn]  # the annotation of one tensor: differentiation repeats it
 
 
 @dataclass(frozen=True)
 class Fix:
-    """A change of one line, and what a device sends before and after it."""
+    """A change of one line, and what a device sends before and after it.
+
+    A line in a loop, or in `jax.tree.map`, annotates several tensors: `count` of them change.
+    """
 
     source: str
     now: str
     instead: str
     before: int
     after: int
-    tensor: str = "tensor"  # what the code calls what is annotated
+    tensor: str = "tensor"  # what the code calls what is annotated, or the first of several
     left: Mapping[str, int] = field(default_factory=dict)  # bytes after it, by line
+    count: int = 1
+    memory: int = 0  # bytes of arguments that a device has more
 
     @property
     def removed(self) -> int:
@@ -47,15 +57,22 @@ class Fix:
     @property
     def change(self) -> str:
         """What to write, in the code's own names."""
-        if self.instead == "no annotation":
-            return f"no annotation in place of {self._named(self.now)}"
-        return f"{self._named(self.instead)} in place of {self._named(self.now)}"
+        several = self.count > 1
+        tensor = "tensor" if several else self.tensor
+        now, instead = (call.replace("tensor", tensor) for call in (self.now, self.instead))
+        words = f"removing {now}" if self.instead == _NOTHING else f"{instead} instead of {now}"
+        if not several:
+            return words
+        return f"{words} of {self.count} tensors ({self.tensor} and {self.count - 1} more)"
 
-    def _named(self, call: str) -> str:
-        return call.replace("tensor", self.tensor)
+    @property
+    def cost(self) -> str:
+        """What it needs in return, if anything."""
+        return f", and needs {size(self.memory)} more on each device" if self.memory > 0 else ""
 
     def __str__(self) -> str:
-        return f"{self.source}: {self.change} takes {self.removed:,} of {self.before:,} B away"
+        saved = f"saves {self.removed:,} of {self.before:,} B"
+        return f"{self.source}: {self.change} {saved}{self.cost}"
 
 
 @dataclass(frozen=True)
@@ -67,8 +84,9 @@ class FixSearch:
     candidates: int = 0
 
     def for_line(self, source: str, sent: int) -> Fix | None:
-        """The best of the changes after which a line that sends `sent` bytes sends less."""
-        return next((f for f in self.fixes if f.left.get(source, 0) < sent), None)
+        """The change after which a line that sends `sent` bytes sends the least, of few tensors."""
+        better = [f for f in self.fixes if f.left.get(source, 0) < sent]
+        return min(better, key=lambda f: (f.left.get(source, 0), f.count), default=None)
 
 
 def search(
@@ -79,27 +97,30 @@ def search(
 ) -> FixSearch:
     """Try the changes of one annotation, as many as `seconds` allow; those at `first` first."""
     order = {line: number for number, line in enumerate(first)}
-    calls = sorted(_by_call(subject), key=lambda c: order.get(source_of(c[0]), len(order)))
+    calls = sorted(_by_call(subject), key=lambda c: order.get(source_of(c[0][0]), len(order)))
     candidates = [
-        (call[0], words, changed)
+        (unit, words, changed)
         for call in calls
-        for words, changed in _candidates(call, subject.num_devices)
+        for unit in _units(call)
+        for words, changed in _candidates(unit, subject.num_devices)
     ]
     found, tried, end = [], 0, time.monotonic() + seconds
-    for eqn, words, changed in candidates:
+    for unit, words, changed in candidates:
         if time.monotonic() >= end:
             break
         tried += 1
-        fix = _tried(subject, eqn, words, changed)
+        fix = _tried(subject, unit, words, changed)
         if fix is not None:
             found.append(fix)
         if progress:
             progress(tried, len(candidates))
     found.sort(key=lambda fix: fix.after)
-    return FixSearch(tuple(found), tried, len(candidates))
+    # A replicated tensor that sends as little as one without an annotation is no second advice.
+    different = {(f.source, f.tensor, f.count, f.after): f for f in reversed(found)}
+    return FixSearch(tuple(reversed(different.values())), tried, len(candidates))
 
 
-def _tried(subject: Subject, eqn: JaxprEqn, words: str, changed: Changes) -> Fix | None:
+def _tried(subject: Subject, unit: list[Copies], words: str, changed: Changes) -> Fix | None:
     try:
         plan = subject.variant(_with(subject.flat, changed))
     except ValueError:
@@ -109,42 +130,76 @@ def _tried(subject: Subject, eqn: JaxprEqn, words: str, changed: Changes) -> Fix
     left: Counter[str] = Counter()
     for sent in plan.sends:
         left[sent.source] += sent.total_bytes
+    eqn = unit[0][0]
     place, names = source_of(eqn), _arguments(subject)
-    now = str(eqn.params["annotation"]).removeprefix(f"{place}: ")
-    tensor = annotated_name(eqn) or names.get(eqn.invars[0]) or "tensor"
-    return Fix(place, now, words, subject.sent, plan.bytes, tensor, left)
+    calls = {str(copies[0].params["annotation"]).removeprefix(f"{place}: ") for copies in unit}
+    now = calls.pop() if len(calls) == 1 else "the annotations"
+    named = names.get(eqn.invars[0]), annotated_name(eqn)
+    tensor = next(filter(None, named if len(_same_call(subject, eqn)) > 1 else named[::-1]), "")
+    memory = _held(plan.jaxpr) - _held(subject.jaxpr)
+    numbers = (subject.sent, plan.bytes, tensor or "tensor", left, len(unit), memory)
+    return Fix(place, now, words, *numbers)
+
+
+def _held(jaxpr: Jaxpr) -> int:
+    """Bytes of the arguments that a device has."""
+    return sum(byte_size(v.aval.shape, v.aval.dtype) for v in jaxpr.invars)
 
 
 def _arguments(subject: Subject) -> dict[Any, str]:
     return dict(zip(subject.flat.jaxpr.invars, subject.argument_names, strict=False))
 
 
-def _by_call(subject: Subject) -> list[list[JaxprEqn]]:
-    """The annotations of one call in the code belong together: differentiation repeats them."""
-    calls: dict[object, list[JaxprEqn]] = {}
+def _by_call(subject: Subject) -> list[list[Copies]]:
+    """The tensors that each call in the code annotates."""
+    calls: dict[object, dict[int, Copies]] = {}
     for eqn in subject.annotations:
-        calls.setdefault(span_of(eqn) or eqn, []).append(eqn)
-    return list(calls.values())
+        tensors = calls.setdefault(span_of(eqn) or eqn, {})
+        tensors.setdefault(eqn.params["annotation"].number, []).append(eqn)
+    return [list(tensors.values()) for tensors in calls.values()]
 
 
-def _candidates(repeated: list[JaxprEqn], num_devices: int) -> Iterator[tuple[str, Changes]]:
-    yield "no annotation", dict.fromkeys(repeated)
-    shape = repeated[0].outvars[0].aval.shape
-    sharding = repeated[0].params["annotation"].sharding
-    if any(len(e.outvars[0].aval.shape) != len(shape) for e in repeated):
+def _same_call(subject: Subject, eqn: JaxprEqn) -> list[Copies]:
+    return next(call for call in _by_call(subject) if any(eqn in copies for copies in call))
+
+
+def _units(call: list[Copies]) -> Iterator[list[Copies]]:
+    """Tensors to be changed together: all of a call, those that are alike, and each."""
+    yield call
+    alike: dict[object, list[Copies]] = {}
+    for copies in call:
+        alike.setdefault(_kind(copies[0]), []).append(copies)
+    if len(call) > 1:
+        yield from (unit for unit in alike.values() if 1 < len(unit) < len(call))
+        for copies in sorted(call, key=lambda c: -math.prod(c[0].outvars[0].aval.shape)):
+            yield [copies]
+
+
+def _kind(eqn: JaxprEqn) -> object:
+    return eqn.outvars[0].aval.shape, eqn.params["annotation"]
+
+
+def _candidates(unit: list[Copies], num_devices: int) -> Iterator[tuple[str, Changes]]:
+    every = [eqn for copies in unit for eqn in copies]
+    yield _NOTHING, dict.fromkeys(every)
+    shape = every[0].outvars[0].aval.shape
+    sharding = every[0].params["annotation"].sharding
+    if any(_kind(copies[0]) != _kind(every[0]) for copies in unit) or any(
+        len(eqn.outvars[0].aval.shape) != len(shape) for eqn in every
+    ):
         return
     splits = [s for s in sharding.splits if s]
     split: Split | None = splits[0] if splits else Split.of(range(num_devices))
     if not sharding.is_replicated:
         replicated = Sharding.replicated(len(shape), num_devices)
         changed = Annotation.of_sharding("replicate(tensor)", replicated)
-        yield "replicate(tensor)", dict.fromkeys(repeated, changed)
-    for dim, size in enumerate(shape):
-        if split is None or sharding.splits[dim] or size < split.tiles:
+        yield "replicate(tensor)", dict.fromkeys(every, changed)
+    for dim, rows in enumerate(shape):
+        if split is None or sharding.splits[dim] or rows < split.tiles:
             continue
         moved = Sharding.replicated(len(shape), num_devices).replace(dim, split)
         words = f"split(tensor, {dim}, {split.tiles})"
-        yield words, {e: Annotation.of_sharding(words, moved) for e in repeated}
+        yield words, dict.fromkeys(every, Annotation.of_sharding(words, moved))
 
 
 def _with(closed: ClosedJaxpr, changed: Changes) -> ClosedJaxpr:

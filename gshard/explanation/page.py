@@ -97,7 +97,7 @@ def _card(findings: Findings, cost: LineCost) -> dict[str, Any]:
         and {
             "where": near(fix.source, cost.name),
             "change": fix.change,
-            "saves": f"{size(fix.removed)} of {size(fix.before)}",
+            "saves": f"{size(fix.removed)} of {size(fix.before)}{fix.cost}",
         },
     }
 

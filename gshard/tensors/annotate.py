@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -27,6 +28,7 @@ from gshard.tensors.meshes import constrained
 from gshard.tensors.sharding import Sharding
 
 T = TypeVar("T")  # an array or a tracer
+_NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Annotation:
     sharding: Sharding | None = None
     axes: tuple[str, ...] = ()
     layout: Any = None
+    number: int = field(default=0, compare=False)  # of the call that made it: copies have it too
 
     @staticmethod
     def of_sharding(
@@ -261,7 +264,8 @@ def annotate(tensor: Any, annotation: Annotation) -> Any:
                     "export the function once for each size, or split other dims"
                 )
         return constrained(tensor, sharding, order.devices)
-    marked = annotate_p.bind(tensor, annotation=annotation)
+    numbered = replace(annotation, number=next(_NUMBERS))
+    marked = annotate_p.bind(tensor, annotation=numbered)
     known = _annotated.get()
     if known is not None:
         known.append((weakref.ref(marked), annotation))

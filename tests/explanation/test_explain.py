@@ -65,7 +65,7 @@ def test_the_text_has_totals_reasons_and_the_change():
         "by line",
         "x is split by g at line",
         f"test_explain.py:{line}",
-        "in place of replicate(d)",
+        "instead of replicate(d)",
     ):
         assert said in text
 
@@ -209,6 +209,6 @@ def test_arguments_split_by_in_shardings_have_their_names_and_the_keyword():
     explanation = jitted.lower(*shapes).explain("h100", seconds=math.inf)
     said = str(explanation)
     assert "tokens is split by x and y (in_shardings); the sum at line" in said
-    assert "in_shardings: no annotation in place of P(('x', 'y')" in said
+    assert "in_shardings: removing P(('x', 'y')" in said
     assert "unknown" not in said
     assert "Mesh" not in said

@@ -1,0 +1,115 @@
+"""Advice is applied as it is worded, and the program then sends what the advice says."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import gshard
+from tests.oracle import sent
+
+SHAPES = {"a": (32, 64), "b": (64, 64), "c": (64, 64), "d": (64, 8)}
+STRUCTS = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in SHAPES.items()}
+
+
+def step(calls, rows, transform=lambda loss: loss):
+    """A network, or its gradient, whose weights one line annotates, each as `calls` says."""
+
+    def annotated(ws):
+        return {k: calls[k](w) if calls[k] else w for k, w in ws.items()}
+
+    def loss(ws, x):
+        ws = annotated(ws)
+        y = gshard.split(x, 0, 8)
+        for k in ws:
+            y = jnp.tanh(y @ ws[k])
+        return jnp.sum(y**2)
+
+    x = jax.ShapeDtypeStruct((rows, 32), jnp.float32)
+    return gshard.jit(transform(loss), devices=8).lower(STRUCTS, x)
+
+
+def split(dim):
+    def call(w):
+        return gshard.split(w, dim, 8)
+
+    return call
+
+
+def replicate(w):
+    return gshard.replicate(w)
+
+
+def applied(fix, calls):
+    """The annotations after the change, by the words of the advice."""
+    chosen = set(calls) if fix.count == len(calls) else re.findall(r"ws\['(\w)'\]", fix.tensor)
+    if 1 < fix.count < len(calls):  # those that are like the first
+        first = (SHAPES[chosen[0]], calls[chosen[0]])
+        chosen = [k for k in calls if (SHAPES[k], calls[k]) == first]
+    assert len(chosen) == fix.count
+    if fix.instead == "no annotation":
+        return {**calls, **dict.fromkeys(chosen)}
+    moved = re.fullmatch(r"split\(tensor, (\d), 8\)", fix.instead)
+    return {**calls, **dict.fromkeys(chosen, DIMS[int(moved[1])] if moved else replicate)}
+
+
+DIMS = [split(0), split(1)]
+
+
+@given(
+    st.lists(st.sampled_from([0, 0, 1]), min_size=4, max_size=4),
+    st.sampled_from([(512, lambda loss: loss), (16, jax.grad), (8192, jax.grad)]),
+)
+@example([0, 0, 0, 1], (512, lambda loss: loss))
+def test_every_advice_saves_what_it_says(dims, how):
+    calls = {k: DIMS[d] for k, d in zip(SHAPES, dims, strict=True)}
+    lowered = step(calls, *how)
+    found = lowered.explain("h100", seconds=math.inf).search().fixes
+    of_weights = [f for f in found if "ws[" in f.tensor]
+    assert of_weights or how[1] is jax.grad
+    for fix in of_weights:
+        assert sent(step(applied(fix, calls), *how)) == fix.after, str(fix)
+        assert fix.before == sent(lowered)
+
+
+def test_the_advice_names_tensors_counts_and_memory():
+    lowered = step(dict.fromkeys(SHAPES, DIMS[0]), 512)
+    found = lowered.explain("h100", seconds=math.inf).search().fixes
+    assert found
+    for fix in found:
+        if fix.count > 1:
+            assert f"of {fix.count} tensors (ws['" in str(fix)
+    assert any("more on each device" in str(fix) for fix in found)
+
+
+def test_tensors_of_one_line_are_tried_one_by_one():
+    def forward(ws, x):
+        ws = {k: gshard.split(w, 0 if k == "a" else 1, 8) for k, w in ws.items()}
+        return jnp.tanh(gshard.split(x, 0, 8) @ ws["a"]) @ ws["b"]
+
+    structs = {"a": jax.ShapeDtypeStruct((64, 64), "float32")}
+    structs["b"] = jax.ShapeDtypeStruct((64, 32), "float32")
+    x = jax.ShapeDtypeStruct((8192, 64), "float32")
+    text = str(gshard.jit(forward, devices=8).lower(structs, x).explain("h100", seconds=math.inf))
+    assert "removing the annotations of 2 tensors (ws['a'] and 1 more) saves 21,504 of" in text
+    assert "removing split(ws['a'], 0, 8) saves 14,336 of 21,504 B, and needs" in text
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad])
+def test_copies_by_differentiation_are_one_tensor(transform):
+    def loss(w, x):
+        return jnp.sum((gshard.split(x, 0, 8) @ gshard.split(w, 0, 8)) ** 2)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (8192, 64))]
+    found = (
+        gshard.jit(transform(loss), devices=8)
+        .lower(*shapes)
+        .explain("h100", seconds=9)
+        .search()
+        .fixes
+    )
+    assert {fix.count for fix in found} <= {1}
