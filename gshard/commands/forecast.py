@@ -97,7 +97,7 @@ def _draw(chosen: Deployment, found: Forecast, plots: Path | None, page: Path | 
         from gshard.models.plots import plot_forecast, plot_growth
 
         paths = plot_forecast(found, plots, f"{model} on {found.devices} x {found.hardware.name}")
-        paths += plot_growth(growth, plots, f"{model}, as much work on each")
+        paths += plot_growth(growth, plots, f"weak scaling of {model}")
         typer.echo("\n".join(map(str, paths)), err=True)
     if page is not None:
         shown = chosen.lowered(found.hardware).page(growth=growth)

@@ -89,12 +89,12 @@ Beam = Annotated[int, typer.Option(help="hypotheses kept while searching; 1 is g
 Alpha = Annotated[float, typer.Option(help="length penalty: higher prefers longer translations")]
 Rows = Annotated[int, typer.Option(help="sentences translated together, at most", min=1)]
 Engine = Annotated[
-    str, typer.Option(help="what searches: auto, onnx (products of ONNX Runtime on a CPU), or xla")
+    str, typer.Option(help="inference engine: auto, onnx (ONNX Runtime on a CPU), or xla")
 ]
 Weights = Annotated[
-    str, typer.Option(help="numbers of the weights: float32 or int8", show_default="as released")
+    str, typer.Option(help="precision of the weights: float32 or int8", show_default="as released")
 ]
-Threads = Annotated[int, typer.Option(help="of --engine onnx; 0: one a processor", min=0)]
+Threads = Annotated[int, typer.Option(help="threads of --engine onnx; 0: one per core", min=0)]
 Devices = Annotated[int, typer.Option(help="devices to use; 0 means all, or one CPU", min=0)]
 Languages = Annotated[
     str, typer.Option(help="only these languages, separated by commas", show_default="all")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gshard.explanation.subject import Subject
 from gshard.forecast import Forecast
-from gshard.graph.readable import size
+from gshard.graph.readable import duration, size
 from gshard.moving.inventory import Collective
 
 
@@ -98,9 +98,30 @@ def headline(forecast: Forecast, lines: Sequence[LineCost]) -> str:
     if not lines:
         return "Nothing is sent: every device works on what it has."
     worst = lines[0]
-    what = f"one {worst.kinds}" if worst.runs == 1 else f"{worst.runs:,} x {worst.kinds}"
+    what = f"One {worst.kinds}" if worst.runs == 1 else f"{worst.runs:,} x {worst.kinds}"
     if ", " in worst.kinds:
         what = f"{worst.runs:,} collectives ({worst.kinds})"
     share = worst.seconds / (forecast.step_seconds or 1.0)
     part = f"{share:.0%}" if share >= 0.01 else "less than 1%"
-    return f"{size(worst.sent)} in {what} at {worst.name} take {part} of the step."
+    verb = "takes" if worst.runs == 1 else "take"
+    return f"{what} of {size(worst.sent)} at {worst.name} {verb} {part} of the step."
+
+
+_BOUNDS = {"arithmetic": "compute", "memory": "memory traffic", "links": "communication"}
+
+
+def bounds(forecast: Forecast) -> str:
+    """One sentence: which resource bounds the step, with the shares of all and the worst line."""
+    step = forecast.step_seconds or 1.0
+    shares = {_BOUNDS[t]: p.seconds / step for t, p in forecast.by(lambda t: t.bound).items()}
+    if not shares:
+        return "Nothing is computed."
+    first, *others = sorted(shares, key=lambda name: -shares[name])
+    lines = forecast.by(lambda t: t.source if _BOUNDS[t.bound] == first else "")
+    lines.pop("", None)
+    at, most = next(((k, p.seconds / step) for k, p in lines.items()), ("", 0.0))
+    words = f"{first.capitalize()} is {shares[first]:.0%} of the step"
+    words += f" ({most:.0%} at {at})" if at and len(lines) > 1 else ""
+    words += "".join(f", {name} {shares[name]:.0%}" for name in others)
+    hidden = forecast.hidden_seconds
+    return f"{words}; {duration(hidden)} of communication is hidden." if hidden else f"{words}."

@@ -50,12 +50,12 @@ class Explanation(Findings):
 
     def _link(self) -> str:
         """The page as a file to open: a link that holds it, where making it is quick."""
-        written = "<code>.page()</code> is all of it as a page"
+        written = "<code>.page()</code> returns it"
         if len(self.subject.equations) > QUICK or not have_pages():
             return written
         data = f"data:text/html;base64,{base64.b64encode(self.page().encode()).decode()}"
         name = html.escape(f"{self.name}.html", quote=True)
-        return f'<a download="{name}" href="{data}">the page</a>, {written}'
+        return f'<a download="{name}" href="{data}">open the page</a> ({written})'
 
     def _repr_html_(self) -> str:
         """The sentence, and the costliest lines with their reasons: how notebooks show it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from gshard.explanation.costs import LineCost, by_kind, by_line, counts, headline
+from gshard.explanation.costs import LineCost, bounds, by_kind, by_line, counts, headline
 from gshard.explanation.fixes import FixSearch, Progress, search
 from gshard.explanation.local_names import LocalNames
 from gshard.explanation.names import Names
@@ -68,10 +68,18 @@ class Findings:
         return headline(self.forecast, self.lines)
 
     @property
+    def bounds(self) -> str:
+        """Which resource bounds the step, with the shares of all."""
+        return bounds(self.forecast)
+
+    @property
     def hardware(self) -> str:
         """Whose times these are."""
         where = f"{self.forecast.devices} x {self.forecast.hardware.name}"
-        return f"{where}, as JAX reports here" if self.is_default else where
+        if not self.is_default:
+            return where
+        other = ", explain('h100') for a GPU" if self.forecast.hardware.name == "cpu" else ""
+        return f"{where} (as JAX reports here{other})"
 
     @property
     def about(self) -> str:

@@ -44,6 +44,7 @@ def page(findings: Findings, growth: Mapping[int, Forecast] | None = None) -> st
         style=style(_HERE.parent / "pages", "tokens.css", "page.css") + style(_HERE, "page.css"),
         data=checked(_data(findings)),
         about=f"{findings.name} on {findings.hardware}",
+        bounds=findings.bounds,
         sentence=findings.sentence,
         facts=_facts(findings),
         costly=costly,

@@ -23,7 +23,7 @@ _LARGE = 0.02  # a replicated value is named if it takes this share of the argum
 def text(findings: Findings) -> list[str]:
     """All but the changes of annotations, which take time to try."""
     subject = findings.subject
-    lines = [findings.about, findings.sentence]
+    lines = [findings.about, findings.bounds, findings.sentence]
     if findings.lines:
         lines += ["", "by kind", *_totals(findings.kinds)]
         lines += ["", "by line", *_totals(findings.lines, kinds=True)]

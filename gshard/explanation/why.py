@@ -22,7 +22,7 @@ _NEEDS = {
     "all_to_all": "has to move the split to another dim",
 }
 _OF_SEVERAL = {
-    "all_gather": "cannot keep them together, and needs one of them replicated",
+    "all_gather": "takes operands split along different dims, so that one of them is gathered",
     "all_to_all": "has to turn one into the other",
 }
 _WORDS = {
@@ -67,7 +67,7 @@ class Why:
 
     def _split(self, found: SplitOrigin, here: str, first: bool) -> str:
         name, dim = self._names.value(found.var), self._names.dim(found.var, found.dim)
-        where = f"at {near(found.source, here)}" if found.source else "when it arrives"
+        where = f"at {near(found.source, here)}" if found.source else "as an argument"
         if found.source.endswith("_shardings"):
             where = f"({found.source})"
         return f"{name} {'is split ' if first else ''}by {dim} {where}"

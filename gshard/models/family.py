@@ -98,7 +98,7 @@ def memory_parts(chosen: Deployment, found: Forecast) -> dict[str, int]:
     return {
         "weights": weights,
         "optimizer state and batch": found.memory.arguments - weights,
-        "results that take no argument's place": found.memory.results - found.memory.donated,
+        "results that are not donated": found.memory.results - found.memory.donated,
         "gradients": gradients,
         "activations and other temporaries": found.memory.temporary - gradients,
     }

@@ -29,6 +29,8 @@ DIFFERENT = {
     "--sentences": "to learn a vocabulary from, or to translate",
     "--to": "a language to translate into, or the layout of a release",
     "--workers": "processes that serve, or that read ahead",
+    "--on": "the hardware to fit on, or the system that serves",
+    "--budget": "seconds for changes of annotations, or for the search of a layout",
 }
 
 WITHOUT_MT = """
@@ -129,7 +131,7 @@ def test_the_shell_completes(words, expected, tmp_path, monkeypatch):
 def test_completions_offer_files_too(tmp_path, monkeypatch):
     (tmp_path / "mine.toml").touch()
     monkeypatch.chdir(tmp_path)
-    assert options.complete_hardware("m") == ["mine.toml"]
+    assert options.complete_hardware("min") == ["mine.toml"]
     assert options.complete_what_to_train("mi") == ["mine.toml"]
     assert options.complete_tiers("min") == ["mine.toml"]
 
@@ -149,7 +151,9 @@ def test_explain_says_for_which_hardware_and_leaves_out_the_step_around_it(tmp_p
     words = ["explain", "explained_layer:layer", "f32[64,32]", "f32[32,16]"]
     shown = CliRunner().invoke(app, words).stdout.splitlines()
     assert shown[0] == "hardware: cpu, as JAX reports; --hardware plans and times for another"
-    assert shown[1].startswith("layer on 8 x cpu, as JAX reports here: 1 collective, ")
+    assert shown[1].startswith(
+        "layer on 8 x cpu (as JAX reports here, explain('h100') for a GPU): 1 collective, "
+    )
     assert "what would remove it" in shown
     page = tmp_path / "page.html"
     shown = CliRunner().invoke(app, [*words, "--hardware", "tpu-v3", "--page", str(page)]).stdout

@@ -134,7 +134,7 @@ def test_counts_agree_where_values_are_combined():
     assert sum(cost.count for cost in explanation.lines) == 2
     assert sum(cost.count for cost in explanation.kinds) == 1
     assert [cost.runs for cost in (*explanation.lines, *explanation.kinds)] == [1, 1, 1]
-    assert "in one all_reduce at" in explanation.sentence
+    assert explanation.sentence.startswith("One all_reduce of ")
 
 
 def test_two_annotations_on_one_line_are_told_apart():
@@ -156,7 +156,7 @@ def test_the_first_sentence_has_the_costliest_line_and_its_share():
     explanation = layer(replicated).explain("h100", seconds=0)
     worst = max(explanation.lines, key=lambda cost: cost.seconds)
     share = worst.seconds / explanation.forecast.step_seconds
-    assert f"one all_gather at {worst.name} take {share:.0%} of the step" in explanation.sentence
+    assert f"B at {worst.name} takes {share:.0%} of the step" in explanation.sentence
     assert explanation.about.startswith("moe on 8 x h100: 2 collectives")
     assert len(repr(explanation).splitlines()) == 1
 
@@ -168,7 +168,10 @@ def test_without_collectives_it_says_that_nothing_is_sent():
 
 def test_the_hardware_is_what_is_there_unless_another_is_named():
     lowered = layer(replicated)
-    assert "8 x cpu, as JAX reports here" in lowered.explain(seconds=0).about
+    assert (
+        "8 x cpu (as JAX reports here, explain('h100') for a GPU)"
+        in lowered.explain(seconds=0).about
+    )
     assert "8 x h100:" in lowered.explain("h100", seconds=0).about
 
 
@@ -212,3 +215,23 @@ def test_arguments_split_by_in_shardings_have_their_names_and_the_keyword():
     assert "in_shardings: removing P(('x', 'y')" in said
     assert "unknown" not in said
     assert "Mesh" not in said
+
+
+def test_the_first_sentence_says_what_bounds_the_step():
+    def fn(x, w):
+        return jnp.tanh(gshard.split(x, 0, 8) @ gshard.split(w, 0, 8))
+
+    def bounds(*shapes):
+        structs = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+        found = gshard.jit(fn, devices=8).lower(*structs).explain("h100", seconds=0)
+        text = str(found)
+        assert found.bounds in text.splitlines()[1]
+        shares = [
+            float(n) for n in re.findall(r"(?:is|traffic|communication|compute) (\d+)%", text)
+        ]
+        assert sum(shares[:3]) == pytest.approx(100, abs=2)
+        return found.bounds
+
+    assert bounds((2**17, 8192), (8192, 8192)).startswith("Compute is ")
+    assert bounds((2**20, 64), (64, 64)).startswith("Memory traffic is ")
+    assert bounds((8, 8192), (8192, 8192)).startswith("Communication is ")

@@ -72,10 +72,12 @@ def test_text_of_the_user_stays_text(tmp_path):
 def test_the_page_opens_without_errors_and_answers_first(path, explanation, tmp_path):
     document, console = open_page(path, tmp_path)
     assert console == []
-    assert f"<h1>{explanation.sentence}</h1>" in document
+    assert f"<h1>{explanation.bounds}</h1>\n<p>{explanation.sentence}</p>" in document
     assert "8 x h100" in document
     assert "test_page.py" in document
-    shown = document.index("costliest") < document.index("Your source") < document.index("Sums")
+    shown = (
+        document.index("communicate most") < document.index("Your source") < document.index("Sums")
+    )
     assert shown
     assert document.count('<details class="fold"') == 5
     assert '<details class="fold" id="sums" open' not in document
