@@ -139,9 +139,9 @@ def test_a_second_signal_ends_those_that_do_not_stop(tmp_path):
     program = f"""
 import sys
 from gshard.mt.launch.local import ThisMachine
-from gshard.mt.launch.supervisor import Patience, Supervisor
+from gshard.mt.launch.supervisor import Supervisor, Timeouts
 command = [sys.executable, "-c", {deaf!r}, {str(tmp_path / "here")!r}]
-sys.exit(Supervisor(ThisMachine(), command, 1, print, Patience(stopping=1e9)).run())
+sys.exit(Supervisor(ThisMachine(), command, 1, print, Timeouts(stopping=1e9)).run())
 """
     parent = subprocess.Popen([sys.executable, "-c", program])
     until((tmp_path / "here").exists)
