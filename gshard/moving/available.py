@@ -66,7 +66,7 @@ class Mover:
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding.
 
-        What enters a manual region like this, as the first value of a loop, is replicated.
+        A value that enters a manual region without `auto_to_manual` is replicated first.
         """
         here = tile.sharding
         if target.manual and not here.manual:

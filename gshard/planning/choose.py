@@ -20,7 +20,7 @@ from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES
 from gshard.rules.base.rule import REMEMBERED, Rule, Shares, Way, equation_key
 from gshard.rules.base.uses import Uses
-from gshard.rules.base.ways import Layout, least, types_of, ways_of
+from gshard.rules.base.ways import FactorSplit, least, types_of, ways_of
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -111,11 +111,11 @@ class Choice:
         if found is None:
             ways = ways_of(rule, eqn, shardings, targets, limit)
             found = least(ways, eqn, shardings, targets, shares)
-            if isinstance(found.how, Layout):
+            if isinstance(found.how, FactorSplit):
                 found = found._replace(how=found.how.between(eqn, shardings, targets))
             if kind is not None:
                 REMEMBERED.add(REMEMBERED.cheapest, key, found)
-                if isinstance(found.how, Layout) and found.how.in_place:
+                if isinstance(found.how, FactorSplit) and found.how.in_place:
                     by, place = (rule, RULES.get(eqn.primitive), found), REMEMBERED.in_place
                     place[kind, *shardings, *targets] = by
         return found

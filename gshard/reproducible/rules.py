@@ -27,7 +27,7 @@ from gshard.reproducible.primitives import (
 )
 from gshard.reproducible.products import OPAQUE, chained_product, pinned
 from gshard.rules.base.rule import Context, Doc, Elementwise, Rule, Way, bind_local, register, rule
-from gshard.rules.base.ways import Layout, by_factors
+from gshard.rules.base.ways import FactorSplit, by_factors
 from gshard.rules.contraction import dot_factors, dot_work
 from gshard.rules.scatter import run_scatter, scatter_factors, scatter_ways
 from gshard.tensors.devices import Place
@@ -173,7 +173,7 @@ def tree_ways(
 def _run_tree(
     ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    if isinstance(way.how, Layout):
+    if isinstance(way.how, FactorSplit):
         return way.how.run(ctx, eqn, _tree_sum, tiles, targets)
     why, axis = Reason("operand", eqn.primitive.name), eqn.params["axis"]
     tile = ctx.reshard(tiles[0], way.operands[0], why)

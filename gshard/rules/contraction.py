@@ -28,7 +28,7 @@ from gshard.moving.costs import timed
 from gshard.moving.partial import combine
 from gshard.moving.reductions import mask_for
 from gshard.rules.base.rule import Context, Doc, Way, bind_local, linear_in, rule
-from gshard.rules.base.ways import Layout, by_factors
+from gshard.rules.base.ways import FactorSplit, by_factors
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, shard_dims, shard_result
 from gshard.tensors.sharding import Sharding, Split
@@ -63,7 +63,7 @@ def dot_work(part: Mapping[Factor, int]) -> float:
 class _RingProduct:
     """A product in which the tiles of one operand, `which`, pass around along a factor."""
 
-    layout: Layout
+    layout: FactorSplit
     which: int
     factor: Factor
     split: Split
@@ -88,7 +88,7 @@ def dot_ways(
 
 
 def _too_large(
-    eqn: JaxprEqn, layout: Layout, which: int, here: Sharding, limit: int
+    eqn: JaxprEqn, layout: FactorSplit, which: int, here: Sharding, limit: int
 ) -> _RingProduct | None:
     """A loop along the factor along which an operand would be gathered beyond the memory limit."""
     wanted, local = layout.operands[which]

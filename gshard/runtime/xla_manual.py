@@ -66,7 +66,7 @@ class Stacks:
                 x[..., 0] if self.is_manual(a) else x
                 for x, a in zip(arrays, eqn.invars, strict=True)
             ]
-            return [y[..., None] for y in _Local(self._place()).interpret(eqn, own)]
+            return [y[..., None] for y in _DeviceInterpreter(self._place()).interpret(eqn, own)]
 
         return self._mapped(on_device, into, [self._spec(v) for v in eqn.outvars])(*values)
 
@@ -136,7 +136,7 @@ class Stacks:
 
 
 @dataclass(frozen=True)
-class _Local:
+class _DeviceInterpreter:
     """The interpreter of one device inside a manual region."""
 
     place: Place
@@ -146,7 +146,7 @@ class _Local:
         if eqn.primitive in MAKES_MANUAL:
             tiles = [_own(jnp.asarray(x), self.place.num_devices) for x in values]
             return _by_rule(self.place, eqn, tiles)
-        inside = _Local(self.place.inner()).interpret
+        inside = _DeviceInterpreter(self.place.inner()).interpret
         changed = {k: rebuilt(v, inside) for k, v in eqn.params.items()} if loop_bodies(eqn) else {}
         return bind(eqn, values, **changed)
 

@@ -24,7 +24,7 @@ from gshard.planning.improve.combine import combinations_of
 from gshard.planning.planner import Planner
 from gshard.propagation.spread import Spread
 from gshard.rules.base.rule import RULES
-from gshard.rules.base.ways import Layout
+from gshard.rules.base.ways import FactorSplit
 from gshard.rules.control import _summed_if_large
 from gshard.rules.cumulative import cumulative_ways
 from gshard.rules.painting import RowMap
@@ -232,7 +232,7 @@ def test_a_tile_of_another_size_is_evened_out_before_an_operator_runs_in_place()
     eqn, here = jax.make_jaxpr(jnp.negative)(jnp.zeros((12, 2))).eqns[0], by(4, 1)
     large, even = (Tile(jnp.ones((rows, 2)), here, (12, 2)) for rows in (5, 3))
     rule = RULES[eqn.primitive]
-    layout = Layout.of(eqn, rule.factors(eqn), {"d0": here.splits[0]}, D)
+    layout = FactorSplit.of(eqn, rule.factors(eqn), {"d0": here.splits[0]}, D)
     layout = layout.between(eqn, [here], [here])
     assert layout.in_place
     moved = []

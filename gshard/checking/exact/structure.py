@@ -186,7 +186,7 @@ def _dynamic_update_slice(eqn: JaxprEqn, a: Value, part: Value, *starts: Value) 
     return joined(update, [a, part])
 
 
-class _Windows:
+class _SlidingWindows:
     """The elements that a gather reads, or a scatter writes: an index for each dim of the array."""
 
     def __init__(
@@ -244,7 +244,7 @@ def _gather(eqn: JaxprEqn, a: Value, indices: Value) -> Value:
     numbers = eqn.params["dimension_numbers"]
     shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     offsets = numbers.offset_dims
-    windows = _Windows(
+    windows = _SlidingWindows(
         indices, shape, eqn.params["slice_sizes"],
         [d for d in range(len(out)) if d not in offsets], offsets,
         numbers.collapsed_slice_dims, numbers.start_index_map,
@@ -299,7 +299,7 @@ def _scatter(eqn: JaxprEqn, a: Value, indices: Value, updates: Value) -> Value:
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     kept = iter(window)
     sizes = [1 if d in gone else given[next(kept)] for d in range(len(shape))]
-    windows = _Windows(
+    windows = _SlidingWindows(
         indices, shape, sizes, [d for d in range(len(given)) if d not in window], window,
         numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims,
         (numbers.operand_batching_dims, numbers.scatter_indices_batching_dims), _mode(eqn),

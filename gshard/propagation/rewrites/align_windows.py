@@ -50,7 +50,7 @@ def align_windows(
     """The program with tensors between windows as large as what they are windows of."""
     if not any(_is_window(eqn, shardings) for eqn in jaxpr.eqns):
         return jaxpr
-    windows = _Windows(Graph(jaxpr.eqns, jaxpr.outvars), shardings)
+    windows = _WindowGroups(Graph(jaxpr.eqns, jaxpr.outvars), shardings)
     for group in windows.groups:
         if homes := windows.homes.get(group[0]):
             sizes = ", ".join(f"{home.size} rows of dim {d}" for d, home in homes.items())
@@ -175,7 +175,7 @@ def _groups(graph: Graph) -> list[Group]:
     return list(unique.values())
 
 
-class _Windows:
+class _WindowGroups:
     """The groups of a program that are computed in the tiles of what they read and write."""
 
     def __init__(self, graph: Graph, shardings: Mapping[Any, Sharding]):

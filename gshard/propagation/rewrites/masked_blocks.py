@@ -9,13 +9,13 @@ from jax.extend.core import Jaxpr, Literal
 from jax.extend.core import primitives as p
 
 from gshard.graph import Graph, needed_for
-from gshard.propagation.rewrites.scores import Region
+from gshard.propagation.rewrites.scores import Scoring
 from gshard.rules.base.ring_pass import BlockMask, Softmax, Sum
 from gshard.rules.base.uses import linear_groups
 
 
 def block_mask(
-    region: Region,
+    region: Scoring,
     exits: Sequence[Sum],
     online: Softmax | None,
     body: Jaxpr,

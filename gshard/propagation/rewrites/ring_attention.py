@@ -18,7 +18,7 @@ from jax.extend.core import primitives as p
 from gshard.graph import Graph, at_every_level, in_order, inputs_of, live, needed_for, upstream
 from gshard.graph.source import source_of
 from gshard.propagation.rewrites.masked_blocks import block_mask
-from gshard.propagation.rewrites.scores import Finder, Region
+from gshard.propagation.rewrites.scores import Finder, Scoring
 from gshard.propagation.rewrites.softmax_delta import factor_out_delta
 from gshard.propagation.rewrites.softmax_form import in_one_form, softmax_of
 from gshard.rules.base.ring_pass import KEYS, QUERIES, RingPass, Softmax, Sum, ring_pass_p
@@ -52,7 +52,7 @@ def ring_attention(
         if form := in_one_form(graph, region, online):
             graph = Graph(in_order(live(form, jaxpr.outvars)), jaxpr.outvars)
             region = Finder(graph).region(seed, *found[:2])
-            assert isinstance(region, Region)
+            assert isinstance(region, Scoring)
             online = softmax_of(graph, region)
         if not found[3] and online is None:
             # An ordinary product with a large result.
@@ -107,7 +107,7 @@ def _too_large(
 
 
 def _replaced(
-    graph: Graph, region: Region, online: Softmax | None, split: Split, jaxpr: Jaxpr
+    graph: Graph, region: Scoring, online: Softmax | None, split: Split, jaxpr: Jaxpr
 ) -> list[JaxprEqn]:
     """The program, with the region's sums computed by ring passes."""
     eqns = graph.eqns
@@ -123,7 +123,7 @@ def _replaced(
     return in_order(live(kept, jaxpr.outvars))
 
 
-def _rounds(eqns: Sequence[JaxprEqn], region: Region, online: Softmax | None) -> list[list[Sum]]:
+def _rounds(eqns: Sequence[JaxprEqn], region: Scoring, online: Softmax | None) -> list[list[Sum]]:
     """The sums in as few passes as their dependences allow."""
     marks = {e.out: number for number, e in enumerate(region.exits)}
     before = upstream(eqns, marks)
@@ -139,7 +139,7 @@ def _rounds(eqns: Sequence[JaxprEqn], region: Region, online: Softmax | None) ->
 
 
 def _round(
-    region: Region,
+    region: Scoring,
     exits: Sequence[Sum],
     online: Softmax | None,
     split: Split,

@@ -28,7 +28,7 @@ _PASSING = (p.broadcast_in_dim_p, p.transpose_p, p.reshape_p, p.squeeze_p, p.iot
 
 
 @dataclass(eq=False)
-class Region:
+class Scoring:
     """The equations that make scores, and those that sum them up.
 
     `sources` maps the region's inputs to variables of the program. `names` are names of dims, equal
@@ -57,10 +57,10 @@ class Finder:
         self.results = {v for v in graph.results if not isinstance(v, Literal)}
         self.known: dict[Any, bool] = {}
 
-    def region(self, seed: JaxprEqn, queries: int, keys: int) -> Region | str:
+    def region(self, seed: JaxprEqn, queries: int, keys: int) -> Scoring | str:
         """The region of a product with these dims of queries and keys; or why there is none."""
         (out,) = seed.outvars
-        region = Region(seed, {out: (queries, keys)})
+        region = Scoring(seed, {out: (queries, keys)})
         found: set[JaxprEqn] = set()
         queue = [out]
         while queue:
@@ -104,7 +104,7 @@ class Finder:
             return False
         return all(self.is_counted(a) for a in eqn.invars if not isinstance(a, Literal))
 
-    def separate(self, region: Region) -> None:
+    def separate(self, region: Scoring) -> None:
         """Give every use of an input its own variable.
 
         One tensor may be queries in one place and keys in another. Positions are not worth sending:
@@ -201,7 +201,7 @@ def _spread(eqn: JaxprEqn, var: Any, dims: dict[Any, tuple[int, int]]) -> list[A
     return [a for a in found if a is not var]
 
 
-def _name(region: Region) -> None:
+def _name(region: Scoring) -> None:
     """Name the dims of all tensors around, and find those that cannot be split."""
     parent: dict[Any, Any] = {}
 
@@ -235,7 +235,7 @@ def _name(region: Region) -> None:
     region.whole = {numbers[find(node)] for node in unsplit} - along
 
 
-def _join(region: Region) -> None:
+def _join(region: Scoring) -> None:
     """Merge uses of one tensor that have the same dims."""
     kept: dict[Any, Any] = {}
     same = {

@@ -18,12 +18,12 @@ from jax.extend.core import primitives as p
 
 from gshard.graph import Graph
 from gshard.graph.evaluate import equations_of
-from gshard.propagation.rewrites.scores import Region
+from gshard.propagation.rewrites.scores import Scoring
 from gshard.rules.base.ring_pass import KEYS, Sum
 
 
 def factor_out_delta(
-    eqns: Sequence[JaxprEqn], region: Region, products: Sequence[Sum]
+    eqns: Sequence[JaxprEqn], region: Scoring, products: Sequence[Sum]
 ) -> list[JaxprEqn]:
     """The program, with such sums computed from the softmax's `products`, outside the region."""
     eqns = list(eqns)
@@ -44,7 +44,7 @@ class _Quotient:
     negative: bool = False
 
 
-def _delta(exit: Sum, product: Sum, region: Region) -> list[JaxprEqn] | None:
+def _delta(exit: Sum, product: Sum, region: Scoring) -> list[JaxprEqn] | None:
     """The equations that compute the sum of `exit` from the result of `product`, if possible."""
     if exit.eqn.primitive is not p.reduce_sum_p or exit.over != KEYS:
         return None
@@ -68,7 +68,7 @@ def _delta(exit: Sum, product: Sum, region: Region) -> list[JaxprEqn] | None:
     return _made(exit, found, rows, summed.negative != weights.negative, region)
 
 
-def _take_apart(atom: Any, divides: bool, into: _Quotient, region: Region, graph: Graph) -> None:
+def _take_apart(atom: Any, divides: bool, into: _Quotient, region: Scoring, graph: Graph) -> None:
     """Collect the factors of a product, through operators that only rearrange it."""
     if _is_row(atom, region):
         into.rows.append((atom, divides))
@@ -85,7 +85,7 @@ def _take_apart(atom: Any, divides: bool, into: _Quotient, region: Region, graph
         into.scores.append((atom, divides))
 
 
-def _is_row(atom: Any, region: Region) -> bool:
+def _is_row(atom: Any, region: Scoring) -> bool:
     """Whether an input is equal for all keys, as a scalar is."""
     if isinstance(atom, Literal):
         return True
@@ -106,7 +106,7 @@ class _Errors:
     like: JaxprEqn
 
 
-def _of_errors(eqn: JaxprEqn, product: Sum, region: Region) -> _Errors | None:
+def _of_errors(eqn: JaxprEqn, product: Sum, region: Scoring) -> _Errors | None:
     """The operands of `do . v`, if v is what the product sums with its weights."""
     (value,) = [a for n, a in enumerate(product.eqn.invars) if n != product.number]
     for side, other in ((0, 1), (1, 0)):
@@ -126,7 +126,7 @@ def _of_errors(eqn: JaxprEqn, product: Sum, region: Region) -> _Errors | None:
 
 
 def _made(
-    exit: Sum, errors: _Errors, rows: Sequence[tuple[Any, bool]], negative: bool, region: Region
+    exit: Sum, errors: _Errors, rows: Sequence[tuple[Any, bool]], negative: bool, region: Scoring
 ) -> list[JaxprEqn] | None:
     """The sum as a product of two tensors of the queries, times the rows."""
     (own, other), wanted = errors.names, region.names[exit.out]
@@ -159,7 +159,7 @@ def _made(
     return equations_of(delta, atoms, [exit.out], like=exit.eqn)[0]
 
 
-def _places(row: Any, wanted: Sequence[str], region: Region) -> list[int | None] | None:
+def _places(row: Any, wanted: Sequence[str], region: Scoring) -> list[int | None] | None:
     """The result's dim for each dim of a row (None for that of keys), or None if one is missing."""
     if isinstance(row, Literal):
         return []

@@ -24,7 +24,7 @@ from jax.extend.core import primitives as p
 from gshard._jax import Var
 from gshard.graph import Graph, upstream
 from gshard.graph.evaluate import equations_of
-from gshard.propagation.rewrites.scores import Region
+from gshard.propagation.rewrites.scores import Scoring
 from gshard.rules.base.ring_pass import KEYS, Softmax, Sum
 from gshard.rules.base.rule import RULES, factors_of
 
@@ -47,7 +47,7 @@ class _Weights:
     factors: tuple[_KeyRow, ...] = ()
 
 
-def softmax_of(graph: Graph, region: Region) -> Softmax | None:
+def softmax_of(graph: Graph, region: Scoring) -> Softmax | None:
     """The softmax of a region in its one form: over the maximum, maybe divided by the sum."""
     sums, tops = _Reader(graph, region).read()
     if len(tops) != 1:
@@ -96,7 +96,7 @@ def _comes_from(graph: Graph, atom: Any, source: Any) -> bool:
     return True
 
 
-def in_one_form(graph: Graph, region: Region, known: Softmax | None) -> list[JaxprEqn] | None:
+def in_one_form(graph: Graph, region: Scoring, known: Softmax | None) -> list[JaxprEqn] | None:
     """The program with all sums of a softmax in one form; None if all of them are `known`."""
     sums, tops = _Reader(graph, region).read()
     cores = [found.logits for found in sums.values()]
@@ -112,7 +112,7 @@ def in_one_form(graph: Graph, region: Region, known: Softmax | None) -> list[Jax
 class _Reader:
     """Takes scores apart."""
 
-    def __init__(self, graph: Graph, region: Region):
+    def __init__(self, graph: Graph, region: Scoring):
         self.graph, self.region = graph, region
 
     def read(self) -> tuple[dict[Sum, _Weights], dict[Sum, _Weights]]:
@@ -179,7 +179,7 @@ class _Reader:
 class _Writer:
     """Writes sums in terms of logits and their maximum."""
 
-    def __init__(self, graph: Graph, region: Region, logits: Any):
+    def __init__(self, graph: Graph, region: Scoring, logits: Any):
         self.graph, self.region, self.logits = graph, region, logits
         self.keys = region.dims[logits][1]
         self.added: list[JaxprEqn] = []

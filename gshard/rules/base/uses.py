@@ -1,4 +1,4 @@
-"""The uses of a body's values, on which the cost of an operator depends beside its own shardings.
+"""Use analysis: facts about later readers of a value that change the cost of an operator.
 
 A sum need not be reduced at once if its one use is linear in it, as the rules say (`Rule.linear`),
 or, in a loop, if all its uses lead to carried values that stay unreduced. A value that is computed

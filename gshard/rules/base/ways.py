@@ -124,7 +124,7 @@ def results_cost(
 
 
 @dataclass(frozen=True)
-class Layout:
+class FactorSplit:
     """An operator under one split of its factors, with the local shape of each of its tensors."""
 
     factors: Factors
@@ -135,7 +135,7 @@ class Layout:
     made: dict[Any, Any] = field(default_factory=dict)  # the equation added, by operands' types
 
     @staticmethod
-    def of(eqn: JaxprEqn, factors: Factors, chosen: Assignment, num_devices: int) -> Layout:
+    def of(eqn: JaxprEqn, factors: Factors, chosen: Assignment, num_devices: int) -> FactorSplit:
         """The layout of `eqn` with its factors split as `chosen`."""
         operands, results = (
             tuple(
@@ -150,11 +150,11 @@ class Layout:
                 (shard_result, factors.results, eqn.outvars),
             )
         )
-        return Layout(factors, chosen, operands, results)
+        return FactorSplit(factors, chosen, operands, results)
 
     def between(
         self, eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding]
-    ) -> Layout:
+    ) -> FactorSplit:
         """This layout between these shardings of operands and wanted shardings of results."""
         atoms, given = (*eqn.invars, *eqn.outvars), (*shardings, *targets)
         usual = tuple((s, s.local_shape(a.aval.shape)) for s, a in zip(given, atoms, strict=True))
@@ -243,7 +243,7 @@ def by_factors(
     """
     count = (*targets, *shardings)[0].num_devices
     for chosen in assignments(factors, shardings, targets, kept):
-        yield Layout.of(eqn, factors, chosen, count).way(eqn, work)
+        yield FactorSplit.of(eqn, factors, chosen, count).way(eqn, work)
 
 
 def replicated_way(

@@ -158,5 +158,5 @@ def test_local_work_is_what_a_device_touches_or_multiplies():
                 dim[0]: ROWS.splits[0] for dim in factors.results[0][:1]
             }
             work = dot_work if fn is jnp.dot else None
-            assert ways.Layout.of(eqn, factors, {}, 8).work(eqn, work) == replicated
-            assert ways.Layout.of(eqn, factors, split, 8).work(eqn, work) == by_row
+            assert ways.FactorSplit.of(eqn, factors, {}, 8).work(eqn, work) == replicated
+            assert ways.FactorSplit.of(eqn, factors, split, 8).work(eqn, work) == by_row

@@ -16,7 +16,7 @@ from gshard.moving.partial import combine_cost
 from gshard.moving.plan import reshard_cost
 from gshard.planning.choose import Choice
 from gshard.rules.base.rule import RULES
-from gshard.rules.base.ways import Layout, least, price, ways_of
+from gshard.rules.base.ways import FactorSplit, least, price, ways_of
 from gshard.tensors.sharding import Sharding
 from tests.oracle import annotated, check, even_split, random_array
 
@@ -186,7 +186,7 @@ def test_a_rule_of_a_user_lists_ways_of_its_own():
 
     def run(ctx, eqn, way, tiles, targets):
         assert way == gshard.extend.cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
-        assert isinstance(way.how, Layout)
+        assert isinstance(way.how, FactorSplit)
         ready = ctx.reshard(tiles[0], way.operands[0], gshard.extend.Reason("operand", "sin"))
         return [gshard.extend.Tile(lax.sin(ready.array), way.results[0], ready.shape)]
 
