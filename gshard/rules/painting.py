@@ -62,10 +62,10 @@ class RowMap:
         """The rows of all layers of a source, if those can be fetched at once."""
         if self.at_run_time or not all(layer.axes[dim].is_run for layer in layers):
             return ()
-        found = [
+        found = dict.fromkeys(
             Move(n.base[dim], n.base[dim] + n.axes[dim].rows, n.axes[dim].at - n.base[dim])
             for n in layers
-        ]
+        )
         ends = sorted((m.first + m.by, m.end + m.by) for m in found)
         apart = all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
         return tuple(found) if apart else ()
@@ -141,13 +141,14 @@ class Painting:
     ) -> Sequence[Layer]:
         """The layers, with a source whose rows are sent cut to the rows that they read."""
         tile, sent = self.tiles[number], self._sent_along(number)
-        if not sent or self.map.at_run_time or any(self._hull(number, d) for d in sent):
+        if not sent or self.map.at_run_time:
             return layers
         rows = [slice(0, n, 1) for n in tile.array.shape]
         for d in self.map.moving:
             if tile.sharding.splits[d] is None:
                 rows[d] = self.map.read(own, d)
-        if all(r == slice(0, n, 1) for r, n in zip(rows, tile.array.shape, strict=True)):
+        same = all(r == slice(0, n, 1) for r, n in zip(rows, tile.array.shape, strict=True))
+        if same or any(len(self._shifts(number, d)) > 1 for d in sent):  # others fetch rows, too
             return layers
         lows, highs, steps = zip(*((r.start, r.stop, r.step) for r in rows), strict=True)
         x = lax.slice(tile.array, lows, highs, steps)
@@ -269,21 +270,27 @@ class Painting:
         after = (*tile.shape[:dim], self.map.shape[dim], *tile.shape[dim + 1 :])
         return key, Tile(array, tile.sharding.replace(dim, split), after)
 
-    def _hull(self, number: int, dim: int) -> tuple[np.ndarray, int] | None:
-        """The rows that all row maps of a source read, if that sends less than one by one."""
-        split, tile, found = self.splits[dim], self.tiles[number], dict[tuple[int, int], int]()
-        if not (self.shared and split and tile.sharding.splits[dim]):
-            return None
-        for eqn in self.ctx.readers(var := self.map.operands[number]):
+    def _shifts(self, number: int, dim: int) -> list[tuple[int, int]]:
+        """By how much row maps shift rows of a source, and how many rows their tiles have."""
+        split, found = self.splits[dim], list[tuple[int, int]]()
+        for eqn in self.ctx.readers(var := self.map.operands[number]) if self.shared else ():
             if eqn.primitive not in ROW_MAPS:
                 continue
-            if self.ctx.sharding(eqn.outvars[0]).splits[dim] is not split:
+            if split is None or self.ctx.sharding(eqn.outvars[0]).splits[dim] is not split:
                 continue
             rows = split.rows(eqn.outvars[0].aval.shape[dim])
             for layer in layers_of(eqn):
                 axis = layer.axes[dim]
                 if eqn.invars[layer.source] is var and axis.is_run and axis.rows > 1:
-                    found[layer.base[dim] - axis.at, rows] = 0
+                    found.append((layer.base[dim] - axis.at, rows))
+        return found
+
+    def _hull(self, number: int, dim: int) -> tuple[np.ndarray, int] | None:
+        """The rows that all row maps of a source read, if that sends less than one by one."""
+        split, tile = self.splits[dim], self.tiles[number]
+        if split is None or not tile.sharding.splits[dim]:
+            return None
+        found = dict.fromkeys(self._shifts(number, dim))
         if len(found) < 2:
             return None
         first = np.arange(split.tiles)

@@ -42,10 +42,11 @@ def _with_all_dims(eqn: JaxprEqn, layer: Layer) -> JaxprEqn:
     """The equation that gives a source dims of size 1 where the result has others."""
     source = layer.source.aval
     shape = tuple(1 if a.dim is None else source.shape[a.dim] for a in layer.axes)
-    return _reshaped(eqn, layer.source, Var(source.update(shape=shape)))
+    return reshaped(eqn, layer.source, Var(source.update(shape=shape)))
 
 
-def _reshaped(eqn: JaxprEqn, source: Any, result: Any) -> JaxprEqn:
+def reshaped(eqn: JaxprEqn, source: Any, result: Any) -> JaxprEqn:
+    """The equation of a reshape."""
     params = {"new_sizes": result.aval.shape, "dimensions": None, "sharding": None}
     return replacing(eqn, p.reshape_p, [source], result, **params)
 
@@ -72,4 +73,4 @@ def _slicing(eqn: JaxprEqn, layer: Layer) -> list[JaxprEqn]:
     if shape == result.aval.shape:
         made[-1] = made[-1].replace(outvars=[result])
         return made
-    return [*made, _reshaped(eqn, made[-1].outvars[0], result)]
+    return [*made, reshaped(eqn, made[-1].outvars[0], result)]

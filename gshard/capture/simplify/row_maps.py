@@ -20,7 +20,8 @@ from jax.extend.core import primitives as p
 from gshard._jax import split_p, tile_p
 from gshard.capture.simplify.known_updates import COMBINING, without_updates
 from gshard.capture.simplify.known_windows import gathered, scattered
-from gshard.capture.simplify.painting import painting
+from gshard.capture.simplify.padded_sums import distributed
+from gshard.capture.simplify.painting import painting, reshaped
 from gshard.capture.simplify.passes import in_every_body
 from gshard.graph import Graph, renamed, replacing
 from gshard.graph.row_map import Axis, Layer, by_rows, constant, entire, through, visible
@@ -30,7 +31,7 @@ from gshard.rules.base.primitives import row_map_p
 Near = Callable[[Any, Any], bool]
 
 
-def composed(graph: Graph, near: Near = lambda source, result: False) -> list[JaxprEqn]:
+def composed(graph: Graph, near: Near | None = None) -> list[JaxprEqn]:
     """The equations with compositions of row maps merged.
 
     What only other compositions read is not composed itself: in a chain of updates, the last is.
@@ -41,6 +42,11 @@ def composed(graph: Graph, near: Near = lambda source, result: False) -> list[Ja
     eqns = list(_plain(without_updates(graph), graph.results))
     graph = Graph(eqns, graph.results, graph.known)
     origins = Origins(graph, near)
+    if near is None:  # later, windows may have been made larger on purpose
+        eqns = distributed(graph, origins.maps)
+        if eqns is not graph.eqns:
+            graph = Graph(eqns, graph.results, graph.known)
+            origins = Origins(graph)
     needed = {a for a in graph.results if not isinstance(a, Literal)}
     found: list[JaxprEqn] = []
     for eqn in reversed(graph.eqns):
@@ -65,6 +71,9 @@ def _plain(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> Iterator[JaxprEq
             continue
         if eqn.primitive is tile_p:
             yield from _copies(eqn)
+            continue
+        if eqn.primitive is p.reduce_sum_p and eqn.invars[0].aval.size == eqn.outvars[0].aval.size:
+            yield reshaped(eqn, eqn.invars[0], eqn.outvars[0])  # of a gradient of a broadcast
             continue
         if eqn.primitive in (p.slice_p, p.pad_p):
             (out,), source = eqn.outvars, eqn.invars[0]
@@ -139,8 +148,8 @@ def _is_shift(layers: Layers) -> bool:
 class Origins:
     """The tensors that elements of a program come from, through all row maps between."""
 
-    def __init__(self, graph: Graph, near: Near = lambda source, result: False):
-        self.near = near
+    def __init__(self, graph: Graph, near: Near | None = None):
+        self.near = near or (lambda source, result: False)
         self.maps: dict[Any, Layers] = {}
         self.known: dict[Any, Layers] = {}
         for eqn in graph.eqns:  # in order: a long chain is no deep recursion
