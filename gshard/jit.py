@@ -130,7 +130,9 @@ class Jitted(Generic[P, R]):
         functools.update_wrapper(self, fun)
         self.options = options
         self._keywords = keywords
-        self._fun = with_shardings(watched(fun), keywords.in_shardings, keywords.out_shardings)
+        shardings = keywords.in_shardings, keywords.out_shardings
+        static = _jax.jit_info(jax.jit(fun, **keywords.of_jax)).static_argnums
+        self._fun = with_shardings(watched(fun), *shardings, static)
         # JAX itself checks the keywords, flattens the arguments and traces, as it does for jax.jit.
         self._traces = jax.jit(with_static_results(self._fun), **keywords.of_jax)
         self._known = _jax.jit_info(self._traces)

@@ -160,10 +160,13 @@ def _mesh_for(spec: PartitionSpec) -> Mesh:
     return mesh
 
 
-def with_shardings(fun: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
+def with_shardings(
+    fun: Callable[..., Any], arguments: Any, results: Any, static: Sequence[int] = ()
+) -> Callable[..., Any]:
     """`fun` with annotations on its arguments and results, by trees of shardings or prefixes.
 
-    They are those of `in_shardings` and `out_shardings`; None leaves a value open.
+    They are those of `in_shardings` and `out_shardings`; None leaves a value open. As in `jax.jit`,
+    arguments that are `static`, by number, have no sharding.
     """
     for name, given in (("in_shardings", arguments), ("out_shardings", results)):
         for leaf in jax.tree.leaves(given, is_leaf=_is_sharding):
@@ -178,7 +181,10 @@ def with_shardings(fun: Callable[..., Any], arguments: Any, results: Any) -> Cal
     @functools.wraps(fun)
     def annotated(*args: Any, **kwargs: Any) -> Any:
         if arguments is not None:
-            args = tuple(_annotated(args, arguments, "in_shardings"))
+            fixed = {n % len(args) for n in static if -len(args) <= n < len(args)}
+            dynamic = tuple(a for i, a in enumerate(args) if i not in fixed)
+            marked = iter(_annotated(dynamic, arguments, "in_shardings"))
+            args = tuple(a if i in fixed else next(marked) for i, a in enumerate(args))
         return _annotated(fun(*args, **kwargs), results, "out_shardings")
 
     return annotated

@@ -303,3 +303,17 @@ def test_messages_about_keywords_name_them():
 def test_what_is_no_sharding_is_named_at_once(keyword, given):
     with pytest.raises(TypeError, match=f"{keyword} has .*, and takes trees of NamedSharding"):
         gshard.jit(lambda x: x, **{keyword: given})
+
+
+@pytest.mark.parametrize("static", [{"static_argnums": 1}, {"static_argnames": "n"}])
+def test_in_shardings_leave_static_arguments_out_as_in_jax(static):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    given = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+    args = np.arange(8.0, dtype=np.float32), 3, np.ones(8, np.float32)
+
+    def fn(a, n, b):
+        return n * a + b
+
+    jitted = gshard.jit(fn, in_shardings=given, **static)
+    np.testing.assert_array_equal(jitted(*args), jax.jit(fn, in_shardings=given, **static)(*args))
+    assert [s.tiles for s in jax.tree.leaves(jitted.lower(*args).flat_shardings[0])] == [(8,), (1,)]
