@@ -203,6 +203,7 @@ def test_products_and_losses():
         "instance_norm": lambda x: F.instance_norm(x),
         "attention": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
         "masked": lambda x: F.scaled_dot_product_attention(x, x, x, x @ x.mT > 1),
+        "one_key": lambda x: F.scaled_dot_product_attention(x, x[:1], x[:1]),
         "biased": lambda x: F.scaled_dot_product_attention(x, x, x, x @ x.mT, scale=0.3),
         "grouped": lambda x: F.scaled_dot_product_attention(
             x[None].repeat(1, 3, 1, 1), x[None], x[None], enable_gqa=True),

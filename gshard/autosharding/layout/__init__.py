@@ -30,6 +30,7 @@ from gshard.autosharding.layout.annotations import (
     read,
     spec_of,
 )
+from gshard.autosharding.layout.for_torch import ForTorch, for_torch
 from gshard.autosharding.layout.summary import Considered, as_table, explained, plot, summary
 from gshard.autosharding.traced import of_arrays, path_name, result_name
 from gshard.capture.flatten import inline
@@ -257,6 +258,18 @@ class Layout:
         results = jax.tree.map(named, self.lowered.out_shardings, results)
         inside = [(a.place, a.numbers, on_mesh(mesh, a.dims, a.shape)) for a in self.inside]
         return ForJax(mesh, arguments, results, constrained(self.function, inside, self.devices))
+
+    def to_torch(self) -> ForTorch:
+        """Placements of DTensor by parameter, for a module of `gshard.contrib.torch`; printed too.
+
+        The text applies them with `fully_shard` and `parallelize_module`. They are those of the
+        lowered program: what propagation gave to a parameter without an annotation is there.
+        """
+        if self.lowered is None:
+            raise ValueError("a layout that was loaded has no program: search again")
+        given = for_torch(self.lowered.in_info, self.lowered.in_shardings, self.mesh)
+        print(given)
+        return given
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, which can be read and edited."""

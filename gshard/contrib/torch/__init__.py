@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from gshard.contrib.torch.exported import Graph, as_jax, export_module
+from gshard.contrib.torch.exported import ExportedGraph, as_jax, export_module
 from gshard.contrib.torch.pointwise import Operator
 from gshard.contrib.torch.trees import flat, for_jax, unflat
 
@@ -96,7 +96,7 @@ class TorchFunction:
         self, program: Any, same: dict[str, str], inputs: Any, lowerings: Any, module: Any
     ):
         self.__name__ = type(module).__name__
-        self._graph = Graph(program.graph_module, lowerings, self.__name__)
+        self._graph = ExportedGraph(program.graph_module, lowerings, self.__name__)
         self._signature, self._same = program.graph_signature, same
         self._inputs, self._spec = flat(inputs)
         self._names = list(inputs[1])

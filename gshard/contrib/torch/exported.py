@@ -171,7 +171,7 @@ def framed(path: str, line: int, module: str) -> Callable[..., Any]:
     return types.FunctionType(code, {})
 
 
-class Graph:
+class ExportedGraph:
     """A graph of torch that runs on JAX's arrays."""
 
     def __init__(self, module: Any, lowerings: Mapping[Any, Operator], shown: str):

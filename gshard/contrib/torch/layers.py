@@ -52,6 +52,8 @@ def _attention(
     if enable_gqa:
         key, value = (jnp.repeat(x, query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    shared = jnp.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
+    query, key, value = (jnp.broadcast_to(x, shared + x.shape[-2:]) for x in (query, key, value))
     last, batch = query.ndim - 1, tuple(range(query.ndim - 2))
     wide = jnp.promote_types(query.dtype, jnp.float32)
     dims = (((last,), (last,)), (batch, batch))
