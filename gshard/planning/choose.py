@@ -81,6 +81,26 @@ class Choice:
         ]
         return self._cheapest(eqn, rule, shardings, targets, self._shares(eqn, forms))
 
+    @property
+    def num_devices(self) -> int:
+        """The number of devices."""
+        return self.mover.place.num_devices
+
+    def as_propagated(self, eqn: JaxprEqn) -> Way | None:
+        """The cheapest way to run `eqn` on operands that have their propagated shardings."""
+        rule, known = RULES.get(eqn.primitive), self.found.shardings
+        shardings = tuple(
+            Sharding.replicated(len(a.aval.shape), self.num_devices)
+            if isinstance(a, Literal)
+            else known[a]
+            for a in eqn.invars
+        )
+        targets = [known[v] for v in eqn.outvars]
+        if rule is None or any(s.manual or s.ragged is not None for s in (*shardings, *targets)):
+            return None
+        forms = [frozenset[Sharding]()] * len(shardings)
+        return self._cheapest(eqn, rule, shardings, targets, self._shares(eqn, forms))
+
     def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
         """The cost of all slices of a variable; those that are `alike` are computed once."""
         if isinstance(var, Literal):

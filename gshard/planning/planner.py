@@ -18,16 +18,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from gshard._jax import current_context, without_mesh
 from gshard.graph.reason import Reason
+from gshard.graph.regions import Loop
 from gshard.graph.source import on_behalf_of
 from gshard.moving.available import Mover
 from gshard.moving.recompute import REARRANGING, Made
 from gshard.moving.retile import retile
 from gshard.moving.seen import Seen
 from gshard.planning.choose import Choice
+from gshard.planning.foresee import Foresight
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES, Rule, rule_of
 from gshard.rules.base import unreduced
-from gshard.rules.base.rule import Elementwise, Way
+from gshard.rules.base.rule import Carried, Elementwise, Way
 from gshard.rules.base.uses import NOTHING, Uses, may_stay_unreduced
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
@@ -67,15 +69,16 @@ class Planner:
         self.strict = strict  # whether a primitive without a rule is an error
         self.mover = Mover(place, self.seen)
         self.choice: Choice  # for the program or body that runs
+        self.foresight = Foresight(found, self.mover, memory_limit)
         self.unreduced: Mapping[Any, float] = NOTHING
         self.literals: dict[Any, Tile] = {}
-        self.values: dict[Any, Tile] = {}  # of all variables, once they are known
 
     def inner(self) -> Planner:
         """A planner for a body: it may use values available outside; what it adds stays inside."""
         place = self.place.inner()
         inner = Planner(place, self.found, self.memory_limit, self.strict, self.seen)
         inner.mover.available = self.mover.available.inner()
+        inner.foresight = self.foresight
         return inner
 
     def on(self, place: Place, shardings: Mapping[Any, Sharding]) -> Planner:
@@ -112,6 +115,10 @@ class Planner:
         """The cost of all slices of a variable; those that are `alike` are computed once."""
         return self.choice.over_slices(var, alike, cost)
 
+    def carried(self, scan: Loop) -> Carried:
+        """The values that a loop carries unreduced."""
+        return self.foresight.carried(scan, self.unreduced)
+
     def run_body(
         self,
         closed: ClosedJaxpr,
@@ -135,7 +142,6 @@ class Planner:
         self.unreduced = may_stay_unreduced(uses, leaving, self.found.shardings)
         self.choice = Choice(self.found, uses, self.unreduced, self.mover, self.memory_limit)
         env: dict[Any, Tile] = dict(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
-        self.values = env
         self.seen.made(env)
 
         def read(atom: Any) -> Tile:

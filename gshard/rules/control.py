@@ -14,16 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives
 from gshard.graph.reason import Reason
 from gshard.graph.regions import Loop
-from gshard.moving.nodes import planned_bytes
 from gshard.rules.base.rule import Context, Doc, Rule, region, register
 from gshard.rules.base.unreduced import as_unreduced
-from gshard.rules.base.uses import accumulators, leaving, linear_carries
 from gshard.tensors.factors import no_factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, byte_size
@@ -57,21 +55,6 @@ class _TiledScan:
         return ctx.run_body(self.closed, arguments, self.sums)
 
 
-class _Trial:
-    """A trial plan of a loop's body, discarded after it is measured: values, results, bytes."""
-
-    def __init__(self, ctx: Context, loop: _TiledScan):
-        inner, self.results = ctx.inner(), list[Tile]()
-
-        def run(carried: Sequence[jax.Array], slices: Sequence[jax.Array]) -> list[jax.Array]:
-            self.results += loop.run_once(inner, carried, slices)
-            return [t.array for t in self.results]
-
-        slices = [jax.ShapeDtypeStruct(t.array.shape[1:], t.array.dtype) for t in loop.xs]
-        self.jaxpr = jax.make_jaxpr(run)([t.array for t in loop.carry], slices).jaxpr
-        self.values = inner.values
-
-
 @region(p.scan_p, doc=Doc(free="as its body", gather="the dim it runs over: AllGather"))
 def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     params, scan = eqn.params, Loop.of(eqn)
@@ -82,10 +65,10 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         ctx.reshard(t, w if i < first_xs else _stacked(w), Reason("operand", "scan"))
         for i, (t, w) in enumerate(zip(tiles, map(ctx.sharding, body.invars), strict=True))
     ]
-    carry = ready[scan.consts : first_xs]
-    sums = {**leaving(scan, ctx.unreduced), **_split_stacks(ctx, scan)}
-    loop = _TiledScan(closed, ready[: scan.consts], carry, ready[first_xs:], sums)
-    loop = _accumulating(ctx, scan, loop)
+    carry, found = ready[scan.consts : first_xs], ctx.carried(scan)
+    for i, here in found.forms.items():
+        carry[i] = _unreduced_start(ctx, carry[i], here, found.origins[i])
+    loop = _TiledScan(closed, ready[: scan.consts], carry, ready[first_xs:], found.sums)
     made: list[Tile] = []
 
     def step(
@@ -94,11 +77,9 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         inner = ctx.inner()
         results = loop.run_once(inner, carried, slices)
         after = [
-            r if c.is_unreduced else inner.reshard(r, c.sharding, Reason("carried value", "scan"))
+            _carried_on(inner, r, c.sharding)
             for r, c in zip(results[:n_carry], loop.carry, strict=True)
         ]
-        for r, c in zip(after, loop.carry, strict=True):
-            assert r.sharding is c.sharding, (r, c)
         made[:] = [
             _summed_if_large(inner, r, v, params["length"])
             for r, v in zip(results[n_carry:], body.outvars[n_carry:], strict=True)
@@ -130,86 +111,24 @@ def _summed_if_large(ctx: Context, tile: Tile, var: Any, length: int) -> Tile:
     return ctx.reshard(tile, ctx.sharding(var), Reason("result", "scan"))
 
 
-def _accumulating(ctx: Context, scan: Loop, loop: _TiledScan) -> _TiledScan:
-    """The loop with unreduced carried values, where its body adds to them or is linear in them.
-
-    Stacks of results may be unreduced anyway, where that sends less: they take more memory.
-
-    How the body makes them is known when it has been planned, so a trial plan is made. Unreduced
-    values take as much memory as those in the body do, which is within the memory limit.
-    """
-    added, linear = accumulators(scan), linear_carries(scan)
-    if not added and not linear:
-        return loop
-    values = _Trial(ctx, loop).values
-    carry, kept = list(loop.carry), {i: s for i, s in loop.sums.items() if i not in added}
-    for i, variables in added.items():
-        parts = [None if isinstance(v, Literal) else values.get(v) for v in variables]
-        part, *others = parts
-        if part is None or any(t is None or t.sharding is not part.sharding for t in others):
-            continue
-        if start := _unreduced_start(ctx, carry[i], part):
-            carry[i], kept[i] = start, loop.sums[i]
-    accumulated = replace(loop, carry=carry, sums=kept)
-    rest = dict.fromkeys(linear - kept.keys(), 1 / max(scan.runs, 1))
-    return _linear(ctx, accumulated, rest) if rest else accumulated
+def _carried_on(ctx: Context, tile: Tile, wanted: Sharding) -> Tile:
+    """A carried value after a run of the body, under the sharding that it has before."""
+    if tile.sharding is wanted and tile.is_standard:
+        return tile
+    moved = ctx.reshard(tile, wanted.reduced, Reason("carried value", "scan"))
+    kept = as_unreduced(ctx.place, moved, wanted) if wanted.unreduced else moved
+    assert kept is not None
+    return kept
 
 
-def _unreduced_start(ctx: Context, carried: Tile, like: Tile) -> Tile | None:
-    """A carried value before the loop, unreduced as a value of the body is; None where that fails.
-
-    Not if it is partitioned by hand, or a scalar is added, or it would exceed the memory limit.
-    """
-    wanted = like.sharding
-    if not wanted.unreduced or wanted.manual or wanted.rank != len(carried.shape):
-        return None
-    local = byte_size(wanted.local_shape(carried.shape), carried.array.dtype)
-    if local > max(ctx.memory_limit, carried.nbytes):
-        return None
+def _unreduced_start(ctx: Context, carried: Tile, wanted: Sharding, origin: str) -> Tile:
+    """A carried value before the loop, unreduced as a value of the body is."""
     start = as_unreduced(ctx.place, carried, wanted)
     if start is None:
         moved = ctx.reshard(carried, wanted.reduced, Reason("operand", "scan"))
         start = as_unreduced(ctx.place, moved, wanted)
-    return replace(start, origin=like.origin) if start else None
-
-
-def _linear(ctx: Context, loop: _TiledScan, linear: Mapping[int, float]) -> _TiledScan:
-    """The loop with those `linear` carried values unreduced that its body leaves so, if it pays.
-
-    The body sends less then, and each of them is reduced once, after the loop.
-    """
-    carry, more = list(loop.carry), True
-    while more:  # one that is unreduced may leave others so
-        trial = _Trial(ctx, replace(loop, carry=carry, sums={**loop.sums, **linear}))
-        more = False
-        for i in linear:
-            if not carry[i].is_unreduced and (
-                start := _unreduced_start(ctx, carry[i], trial.results[i])
-            ):
-                carry[i], more = start, True
-    changed = {i: share for i, share in linear.items() if carry[i].is_unreduced}
-    if not changed:
-        return loop
-    found = replace(loop, carry=carry, sums={**loop.sums, **changed})
-    after = _Trial(ctx, found)
-    if any(after.results[i].sharding is not carry[i].sharding for i in changed):
-        return loop
-    # In every run, a share of an AllReduce of each.
-    last = sum(2 * carry[i].nbytes * share for i, share in changed.items())
-    before = planned_bytes(_Trial(ctx, loop).jaxpr)
-    return found if planned_bytes(after.jaxpr) + last < before else loop
-
-
-def _split_stacks(ctx: Context, scan: Loop) -> dict[int, float]:
-    """The results whose stacks are split along the loop: one ReduceScatter sums all of a stack."""
-    body = scan.bodies[0].jaxpr
-    return {
-        i: 1.0
-        for i, v in enumerate(scan.eqn.outvars)
-        if i >= scan.carry
-        and ctx.sharding(v).splits[0]
-        and not isinstance(body.outvars[i], Literal)
-    }
+    assert start is not None
+    return replace(start, origin=origin)
 
 
 def _stacked(sharding: Sharding) -> Sharding:

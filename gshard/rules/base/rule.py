@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
+from gshard.graph.regions import Loop
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, Shape, all_dims
 from gshard.tensors.sharding import Sharding
@@ -60,12 +61,22 @@ class Way(NamedTuple):
     sent: float = 0.0
 
 
+class Carried(NamedTuple):
+    """The values that a loop carries unreduced, by number: under which shardings, left by what.
+
+    Results of its body with the numbers in `sums` may be unreduced, and pay that share.
+    """
+
+    forms: Mapping[int, Sharding]
+    origins: Mapping[int, str]
+    sums: Mapping[int, float]
+
+
 class Context(Protocol):
     """The planner, as partition rules see it."""
 
     place: Place
     memory_limit: int
-    values: dict[Any, Tile]  # of the variables of the last program or body
     unreduced: Mapping[Any, float]  # variables that may stay so; share of the reduction to pay
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
@@ -96,6 +107,10 @@ class Context(Protocol):
 
     def inner(self) -> Context:
         """A context for the body of a loop or branch, whose values may not leave it."""
+        ...
+
+    def carried(self, scan: Loop) -> Carried:
+        """The values that a loop carries unreduced."""
         ...
 
     def run_body(

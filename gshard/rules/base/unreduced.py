@@ -94,35 +94,47 @@ def _locally(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factor
 
     None where they do not, or where that sends more than a later reduction saves.
     """
-    rule, operands = RULES[eqn.primitive], factors.operands
-    number, part = next((n, t) for n, t in enumerate(tiles) if t.is_unreduced)
-    shape, devices = tuple(eqn.outvars[0].aval.shape), part.sharding.num_devices
-    chosen = _splits(tiles, number, factors)
-    if any(f in factors.replicated or f in factors.resized for f in chosen):
+    rule, shape = RULES[eqn.primitive], tuple(eqn.outvars[0].aval.shape)
+    found = fitted(eqn, [t.sharding for t in tiles], factors, [t.shape for t in tiles])
+    if found is None or not all(t.is_standard for t in tiles):
         return None
-    wanted = [shard_dims(dims, chosen, factors, devices) for dims in operands]
+    wanted, here = found
     moved = [n for n, t in enumerate(tiles) if t.sharding.reduced is not wanted[n]]
-    if any(tiles[n].is_unreduced for n in moved) or not all(t.is_standard for t in tiles):
-        return None
     if moved and _moved(tiles, wanted) > _saved(ctx, eqn, tiles):
         return None
-    here = shard_result(factors.results[0], chosen, factors, devices)
-    alone = all(len(dim) < 2 for dims in (*operands, *factors.results) for dim in dims)
-    even = here.is_even(shape) and all(
-        w.is_even(t.shape) for w, t in zip(wanted, tiles, strict=True)
-    )
-    if not (alone or even):  # padding would get between the elements
-        return None
-    unreduced = (*part.sharding.unreduced, *here.unreduced)
-    if any(s.idle for s in here.unreduced) or not compatible((*here.splits, *unreduced)):
-        return None  # some devices would not take part, or one axis is for two dims of the result
     reason = Reason("operand", eqn.primitive.name)
     ready = [
         mask_for(ctx.place, ctx.reshard(t, w, reason) if n in moved else t, dims, factors)
-        for n, (t, w, dims) in enumerate(zip(tiles, wanted, operands, strict=True))
+        for n, (t, w, dims) in enumerate(zip(tiles, wanted, factors.operands, strict=True))
     ]
     (array,) = rule.local(ctx, eqn, ready, [here.local_shape(shape)])
-    return Tile(array, here.unreduced_over(unreduced), shape, part.origin)
+    return Tile(array, here, shape, next(t.origin for t in tiles if t.is_unreduced))
+
+
+def fitted(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], factors: Factors, shapes: Sequence[Sequence[int]]
+) -> tuple[list[Sharding], Sharding] | None:
+    """Shardings that fit the unreduced operands of an operator, and that of its unreduced result.
+
+    None if the operator cannot run on them as they are.
+    """
+    operands, shape = factors.operands, eqn.outvars[0].aval.shape
+    number, part = next((n, s) for n, s in enumerate(shardings) if s.unreduced)
+    chosen = _splits(shardings, number, factors)
+    if any(f in factors.replicated or f in factors.resized for f in chosen):
+        return None
+    wanted = [shard_dims(dims, chosen, factors, part.num_devices) for dims in operands]
+    if any(s.unreduced and s.reduced is not w for s, w in zip(shardings, wanted, strict=True)):
+        return None
+    here = shard_result(factors.results[0], chosen, factors, part.num_devices)
+    alone = all(len(dim) < 2 for dims in (*operands, *factors.results) for dim in dims)
+    even = here.is_even(shape) and all(w.is_even(s) for w, s in zip(wanted, shapes, strict=True))
+    if not (alone or even):  # padding would get between the elements
+        return None
+    unreduced = (*part.unreduced, *here.unreduced)
+    if any(s.idle for s in here.unreduced) or not compatible((*here.splits, *unreduced)):
+        return None  # some devices would not take part, or one axis is for two dims of the result
+    return wanted, here.unreduced_over(unreduced)
 
 
 def _moved(tiles: Sequence[Tile], wanted: Sequence[Sharding]) -> float:
@@ -140,12 +152,12 @@ def _saved(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> float:
     )
 
 
-def _splits(tiles: Sequence[Tile], first: int, factors: Factors) -> dict[Factor, Split]:
+def _splits(shardings: Sequence[Sharding], first: int, factors: Factors) -> dict[Factor, Split]:
     """The splits of an unreduced operand, and those of the other operands that agree with them."""
-    part, own = tiles[first].sharding, {f for dim in factors.operands[first] for f in dim}
+    part, own = shardings[first], {f for dim in factors.operands[first] for f in dim}
     chosen: dict[Factor, Split] = {}
-    for n in sorted(range(len(tiles)), key=lambda n: n != first):
-        for dim, split in zip(factors.operands[n], tiles[n].sharding.splits, strict=True):
+    for n in sorted(range(len(shardings)), key=lambda n: n != first):
+        for dim, split in zip(factors.operands[n], shardings[n].splits, strict=True):
             for factor, found in decompose(split, dim, factors.sizes).items():
                 free = n == first or factor not in own
                 if free and compatible((*chosen.values(), found, *part.unreduced)):
@@ -206,7 +218,7 @@ def scattered(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None
     if (updates := tiles[2]).is_unreduced:
         factors = RULES[eqn.primitive].factors(eqn)
         devices = updates.sharding.num_devices
-        chosen = _splits(tiles, 2, factors)
+        chosen = _splits([t.sharding for t in tiles], 2, factors)
         kept = {f: s for f, s in chosen.items() if any(f in d for d in factors.operands[2])}
         like = shard_dims(factors.operands[0], kept, factors, devices)
         like = like.unreduced_over(updates.sharding.unreduced)
@@ -225,6 +237,18 @@ def scattered(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None
     return done
 
 
+def owners_of(here: Sharding, unreduced: Sharding) -> np.ndarray | None:
+    """The devices whose parts of a value under `here` are summed for it to be `unreduced`."""
+    pairs = list(enumerate(zip(here.splits, unreduced.splits, strict=True)))
+    placed = [d for d, (a, b) in pairs if a is not b]  # dims of which a device has a part only
+    if here.idle or any(unreduced.splits[d] for d in placed):
+        return None
+    group = reducing_key(unreduced)
+    parts, owners = np.unique(group * math.prod(here.tiles) + here.tile_index, return_index=True)
+    needed = len(np.unique(group)) * math.prod(here.tiles[d] for d in placed)
+    return None if (group < 0).any() or len(parts) != needed else owners
+
+
 def as_unreduced(place: Place, tile: Tile, sharding: Sharding) -> Tile | None:
     """A value under a sharding that is unreduced, without communication.
 
@@ -232,15 +256,10 @@ def as_unreduced(place: Place, tile: Tile, sharding: Sharding) -> Tile | None:
     if they do not have all parts between them.
     """
     here = tile.sharding
-    pairs = list(enumerate(zip(here.splits, sharding.splits, strict=True)))
-    placed = [d for d, (a, b) in pairs if a is not b]  # dims of which a device has a part only
-    if here.idle or not tile.is_standard or any(sharding.splits[d] for d in placed):
+    owners = owners_of(here, sharding) if tile.is_standard else None
+    if owners is None:
         return None
-    group = reducing_key(sharding)
-    parts, owners = np.unique(group * math.prod(here.tiles) + here.tile_index, return_index=True)
-    needed = len(np.unique(group)) * math.prod(here.tiles[d] for d in placed)
-    if (group < 0).any() or len(parts) != needed:
-        return None
+    placed = [d for d, s in enumerate(here.splits) if s is not sharding.splits[d]]
     mine = np.zeros(place.num_devices, np.int32)
     mine[owners] = 1
     clean = tile.masked(place, 0, placed).array
