@@ -145,7 +145,7 @@ class Foresight:
         return fits and any(owners_of(s, wanted) is not None for s in (here, wanted.reduced))
 
     def _linear(self, scan: Loop, known: Carried, linear: Mapping[int, float]) -> Carried:
-        """Those `linear` carried values too that the body leaves unreduced, if it pays.
+        """Also the `linear` carried values that the body leaves unreduced, if it pays.
 
         The body sends less then, and each of them is reduced once, after the loop.
         """
