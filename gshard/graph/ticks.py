@@ -1,4 +1,4 @@
-"""How often the branches of a conditional run, where the schedule of a pipeline chooses them."""
+"""How often branches, and loops of no or one run, are taken where a pipeline's schedule chooses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn
-from jax.extend.core.primitives import cond_p
+from jax.extend.core.primitives import cond_p, while_p
 
 from gshard.graph.regions import bodies
 from gshard.graph.source import TICKS, trips
@@ -25,14 +25,14 @@ class Ticks(NamedTuple):
     together: Mapping[int, int]
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
-        """Mark the conditionals made inside."""
+        """Mark the conditionals and loops made inside."""
         numbers = (self.own, self.together.keys(), self.together.values())
         return jax.named_scope("|".join([TICKS, *(".".join(map(str, n)) for n in numbers)]))
 
     @staticmethod
     def of(eqn: JaxprEqn) -> Ticks | None:
-        """The ticks of a conditional that was made in such a scope."""
-        stack = eqn.source_info.name_stack.stack if eqn.primitive is cond_p else ()
+        """The ticks of a conditional, or of such a loop (its condition, its body)."""
+        stack = eqn.source_info.name_stack.stack if eqn.primitive in (cond_p, while_p) else ()
         for part in reversed(stack):
             tag, *parts = getattr(part, "name", "").split("|")
             if tag == TICKS:

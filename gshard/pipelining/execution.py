@@ -22,17 +22,17 @@ from jax.extend.core import JaxprEqn
 from gshard.graph.reason import Reason
 from gshard.graph.ticks import Ticks
 from gshard.moving import collectives
-from gshard.pipelining.machine import Arrays, Machine, Row, State, put
+from gshard.pipelining.machine import Arrays, Machine, Row, State, all_at, put
 from gshard.pipelining.meaning import Bodies, Pipe, pipeline_p
 from gshard.pipelining.partition import Stages
 from gshard.pipelining.passes import floats
-from gshard.pipelining.routes import LOCAL, Pairs, Routes, route
-from gshard.pipelining.schedules import B
+from gshard.pipelining.routes import HEAD, LOCAL, Pairs, Routes, route
+from gshard.pipelining.schedules import B, W
 from gshard.rules.base.rule import Context, Doc, region
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
-_BRANCH = np.array([0, 1, 3, 4, 2])  # of IDLE, F, B, W, HEAD: forward passes come first
+_SWITCH = np.array([0, 1, 2, 0, 1])  # the branch of IDLE, F, B, W, HEAD
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,25 +56,54 @@ class Execution:
         return self.machine.results(end, count)
 
     def tick(self, state: State, row: Row) -> tuple[State, None]:
-        """One branch, then what it hands on, to neighbours or to itself."""
-        machine = self.machine
-        branches = [machine.idle, machine.forward, machine.last_forward]
+        """One operation, then what it hands on, to neighbours or to itself.
+
+        A conditional copies what its branches return. The sums are as large as the weights, so that
+        the head and W are loops of no or one run, which update them in place.
+        """
+        machine, op = self.machine, self.routes.op
+        branches = [machine.idle, machine.forward]
         if not machine.forward_only:
-            branches += [machine.backward, machine.late_gradients]
-        with self.ticks(len(branches)).scope():
-            sent, state = lax.switch(row.op, branches, row, state)
-        inbox, batch = state.inbox, state.batch
+            branches.append(machine.backward)
+        with self._ticks(_SWITCH[op], None, len(branches)).scope():
+            done = lax.switch(jnp.asarray(_SWITCH, jnp.int32)[row.op], branches, row, state)
+        state = machine.after(row, state, done)
+
+        def score(_: Any, now: tuple[Arrays, Arrays, Arrays, Arrays]) -> Any:
+            sent, scores, own, batch = now
+            given = state._replace(scores=scores, own=own, batch=batch)
+            sent, after = machine.scored(row, sent, given)
+            return sent, after.scores, after.own, after.batch
+
+        with self._ticks(op == HEAD).scope():
+            now = (done.sent, state.scores, state.own, state.batch)
+            sent, *sums = lax.fori_loop(0, _once(row.op == HEAD), score, now)
+        state = state._replace(scores=sums[0], own=sums[1], batch=sums[2])
+        if not machine.forward_only:
+            needed = all_at(state.kept, row.kept)  # sliced here: a loop would copy all slots
+
+            def late(_: Any, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+                given = state._replace(closures=sums[0], weights=sums[1])
+                after = machine.late_gradients(row, given, needed)
+                return after.closures, after.weights
+
+            with self._ticks((op == W) & ~(_SWITCH[op] > 0).any(1)[:, None], op == W).scope():
+                sums = (state.closures, state.weights)
+                closures, weights = lax.fori_loop(0, _once(row.op == W), late, sums)
+            batch = put(state.batch, floats(sent), row.batch)
+            state = state._replace(closures=closures, weights=weights, batch=batch)
+        inbox = state.inbox
         for channel, slot, number in zip(self.routes.send, row.receive, row.sends, strict=True):
             inbox = put(inbox, self.handed_on(sent, channel, number), slot)
-        if not machine.forward_only:
-            batch = put(batch, floats(sent), row.batch)
-        return state._replace(inbox=inbox, batch=batch), None
+        return state._replace(inbox=inbox), None
 
-    def ticks(self, branches: int) -> Ticks:
+    def _ticks(self, branch: np.ndarray, own: Any = None, branches: int = 2) -> Ticks:
         """How often branches run: those of the stage that has the head, and of all together."""
-        branch, last = _BRANCH[self.routes.op], self.pipe.schedule.positions[-1][0]
-        own = np.bincount(branch[:, last], minlength=branches).tolist()
-        return Ticks(tuple(own), Counter(np.bitwise_or.reduce(1 << branch, 1).tolist()))
+        last = self.pipe.schedule.positions[-1][0]
+        counted = np.asarray(branch if own is None else own, int)
+        own = np.bincount(counted[:, last], minlength=branches).tolist()
+        bits = np.bitwise_or.reduce(1 << np.asarray(branch, int), 1)
+        return Ticks(tuple(own), Counter(bits.tolist()))
 
     def handed_on(self, sent: Arrays, channel: str, number: Any) -> Arrays:
         """What arrives on a channel from the stages that have something to send."""
@@ -105,7 +134,7 @@ class Execution:
         stage = np.arange(schedule.stages)[None]
         leaves = (routes.op == B) & (stage == schedule.positions[0][0]) & (routes.chunk == 0)
         columns = [
-            _BRANCH[routes.op], routes.chunk, routes.microbatch, routes.first, routes.inbox,
+            routes.op, routes.chunk, routes.microbatch, routes.first, routes.inbox,
             routes.saved, routes.kept, count[stage, routes.chunk],
             np.where(leaves, routes.microbatch, schedule.microbatches),
             *(routes.receive[channel] for channel in routes.send),
@@ -116,6 +145,10 @@ class Execution:
         own = lax.dynamic_index_in_dim(jnp.asarray(table), mine, 0, keepdims=False)
         found, ends = [own[:, i] for i in range(len(columns))], 9 + len(routes.send)
         return Row._make([*found[:9], tuple(found[9:ends]), tuple(found[ends:])])
+
+
+def _once(runs: Any) -> Any:
+    return runs.astype(np.int32)
 
 
 @region(pipeline_p, doc=Doc(halo="from stage to stage: CollectivePermute"))

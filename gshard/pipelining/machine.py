@@ -51,6 +51,14 @@ class Row(NamedTuple):
     sends: tuple[Any, ...] = ()  # which stages send on each channel
 
 
+class Step(NamedTuple):
+    """What F or B leaves: what is handed on, and what is put into slots."""
+
+    sent: Arrays
+    saved: Arrays
+    kept: Arrays
+
+
 class Pass(NamedTuple):
     """A pass of a layer, or the head, as a function of arrays; the types of its results."""
 
@@ -104,59 +112,62 @@ class Machine:
         batch = [x[:microbatches] for x in end.batch]
         return [*end.scores, *end.closures, *end.own, *rows, *batch]
 
-    def idle(self, row: Row, state: State) -> tuple[Arrays, State]:
-        """Nothing."""
-        return self.message(), state
+    def idle(self, row: Row, state: State) -> Step:
+        """Nothing: slots keep what they have."""
+        return Step(self.message(), all_at(state.saved, row.saved), all_at(state.kept, row.kept))
 
-    def forward(self, row: Row, state: State) -> tuple[Arrays, State]:
+    def forward(self, row: Row, state: State) -> Step:
         """F: the output is handed on, residuals are saved."""
-        pairs = zip(self.arrays[3], state.inbox, strict=True)
-        x = [jnp.where(row.first == 1, _at(a, row.microbatch), _at(b, row.inbox)) for a, b in pairs]
+        pairs = zip(self.arrays[3], all_at(state.inbox, row.inbox), strict=True)
+        x = [jnp.where(row.first == 1, _at(a, row.microbatch), b) for a, b in pairs]
 
         def one(x: Arrays, weights: Arrays) -> tuple[Arrays, Arrays]:
             return _cut(self._run(0, weights, x), len(x))
 
         y, residuals = self._layers(one, x, (self._chunk(row),), row.layers)
-        saved = [] if self.forward_only else put(state.saved, residuals, row.saved)
-        return y, state._replace(saved=saved)
+        saved = [] if self.forward_only else residuals
+        return self.idle(row, state)._replace(sent=y, saved=saved)
 
-    def last_forward(self, row: Row, state: State) -> tuple[Arrays, State]:
-        """F at the last position, and the head: the gradient is handed on to B of this stage."""
-        y, state = self.forward(row, state)
-        head = self.passes[3]
-        if head is None:
-            return self.message(), state._replace(batch=put(state.batch, y, row.microbatch))
-        targets = [_at(t, row.microbatch) for t in self.arrays[4]]
-        found = head.run(*self.arrays[1], *y, *targets, *self.arrays[5])
-        scores, rest = _cut(found, len(state.scores))
-        own, gradient = _cut(rest, len(state.own))
-        state = state._replace(scores=_added(state.scores, scores), own=_added(state.own, own))
-        return self.message(gradient), state
-
-    def backward(self, row: Row, state: State) -> tuple[Arrays, State]:
+    def backward(self, row: Row, state: State) -> Step:
         """B: the gradient of the input is handed on."""
-        gradient = [_at(b, row.inbox) for b in floats(state.inbox)]
-        saved = [_at(b, row.saved) for b in state.saved]
+        gradient, saved = all_at(floats(state.inbox), row.inbox), all_at(state.saved, row.saved)
 
         def one(g: Arrays, weights: Arrays, residuals: Arrays) -> tuple[Arrays, Arrays]:
             return _cut(self._run(1, weights, residuals, g), len(g))
 
         rows = (self._chunk(row), saved)
         gradient, kept = self._layers(one, gradient, rows, row.layers, reverse=True)
-        return self.message(gradient), state._replace(kept=put(state.kept, kept, row.kept))
+        return Step(self.message(gradient), saved, kept)
 
-    def late_gradients(self, row: Row, state: State) -> tuple[Arrays, State]:
-        """W: gradients are added to the sums."""
+    def after(self, row: Row, state: State, done: Step) -> State:
+        """The state with what an operation left in its slots."""
+        saved = put(state.saved, done.saved, row.saved)
+        return state._replace(saved=saved, kept=put(state.kept, done.kept, row.kept))
+
+    def scored(self, row: Row, y: Arrays, state: State) -> tuple[Arrays, State]:
+        """The head on the last output: the gradient is handed on to B of this stage."""
+        head = self.passes[3]
+        if head is None:
+            return y, state._replace(batch=put(state.batch, y, row.microbatch))
+        targets = all_at(self.arrays[4], row.microbatch)
+        found = head.run(*self.arrays[1], *y, *targets, *self.arrays[5])
+        scores, rest = _cut(found, len(state.scores))
+        own, gradient = _cut(rest, len(state.own))
+        state = state._replace(scores=_added(state.scores, scores), own=_added(state.own, own))
+        return self.message(gradient), state
+
+    def late_gradients(self, row: Row, state: State, needed: Arrays) -> State:
+        """W: gradients are added to the sums; `needed` is what B kept."""
 
         def one(sums: Arrays, weights: Arrays, needed: Arrays) -> tuple[Arrays, Arrays]:
             closures, gradients = _cut(self._run(2, weights, needed), len(sums))
             return _added(sums, closures), gradients
 
-        rows = (self._chunk(row), [_at(b, row.kept) for b in state.kept])
+        rows = (self._chunk(row), needed)
         closures, found = self._layers(one, state.closures, rows, row.layers)
-        before = [_at(b, row.chunk) for b in state.weights]
+        before = all_at(state.weights, row.chunk)
         weights = put(state.weights, _added(before, found), row.chunk)
-        return self.message(), state._replace(closures=closures, weights=weights)
+        return state._replace(closures=closures, weights=weights)
 
     def message(self, gradient: Sequence[Any] = ()) -> Arrays:
         """A gradient, or nothing, as something to hand on: of the types of an input."""
@@ -167,7 +178,7 @@ class Machine:
         ]
 
     def _chunk(self, row: Row) -> Arrays:
-        return [_at(w, row.chunk) for w in self.arrays[2]]
+        return all_at(self.arrays[2], row.chunk)
 
     def _run(self, number: int, *operands: Arrays) -> Arrays:
         chosen = self.passes[number]
@@ -203,6 +214,11 @@ def put(buffers: Arrays, values: Sequence[Any], slot: Any) -> Arrays:
 
 def _at(buffer: Any, number: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(buffer, number, 0, keepdims=False)
+
+
+def all_at(buffers: Arrays, number: Any) -> Arrays:
+    """What is in a slot of each buffer."""
+    return [_at(buffer, number) for buffer in buffers]
 
 
 def _cut(values: Arrays, first: int) -> tuple[Arrays, Arrays]:

@@ -103,12 +103,15 @@ def run(*flat: Any, pipe: Pipe, bodies: Bodies) -> list[Any]:
 
     def step(state: State, number: Any) -> tuple[State, None]:
         row = Row(0, 0, number, 1, 0, 0, 0, sum(pipe.layers), number)
-        sent, state = machine.last_forward(row, state)
+        done = machine.forward(row, state)
+        sent, state = machine.scored(row, done.sent, machine.after(row, state, done))
         if machine.forward_only:
             return state, None
-        sent, state = machine.backward(row, state._replace(inbox=put(state.inbox, sent, 0)))
-        state = state._replace(batch=put(state.batch, floats(sent), number))
-        return machine.late_gradients(row, state)[1], None
+        state = state._replace(inbox=put(state.inbox, sent, 0))
+        done = machine.backward(row, state)
+        state = machine.after(row, state, done)
+        state = state._replace(batch=put(state.batch, floats(done.sent), number))
+        return machine.late_gradients(row, state, done.kept), None
 
     end, _ = lax.scan(step, machine.start((1, 1, 1), count), np.arange(count))
     if not pipe.is_staged:  # a row that is there again has no gradient

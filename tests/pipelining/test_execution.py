@@ -133,7 +133,10 @@ def test_what_a_lowered_program_says_of_its_pipelines():
     assert found.in_flight == 8
     forecast = lowered.forecast(hardware="h100")
     assert "8 stages, 16 microbatches, zb-h1: bubble 12.7%, 8 in flight" in str(forecast)
-    (ticks,) = [t for t in map(Ticks.of, walk(lowered.jaxpr)) if t and len(t.own) == 5]
-    assert (ticks.own, ticks.runs) == ((7, 0, 16, 16, 16), 55)  # idle, F, F and head, B, W
+    found = [(e.primitive.name, t) for e in walk(lowered.jaxpr) if (t := Ticks.of(e))]
+    (passes,) = [t for name, t in found if name == "cond" and len(t.own) == 3 and t.own[2] == 16]
+    assert (passes.own, passes.runs) == ((55 - 32, 16, 16), 55)  # F and B of the last stage
+    loops = [t.own for name, t in found if name == "while"]
+    assert loops == [(55 - 16, 16)] * 2  # its head, and W; 7 ticks are left
     assert 55 in {e.params["length"] for e in lowered.jaxpr.eqns if e.primitive.name == "scan"}
     assert 'class="op-W"' in lowered.page()

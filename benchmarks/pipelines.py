@@ -1,0 +1,182 @@
+"""Pipelines: bubbles, bytes, memory, time.
+
+    python -m benchmarks.pipelines                 bubbles, bytes and memory; no accelerator needed
+    python -m benchmarks.pipelines --processes     4 processes over sockets, a stage each: seconds
+    python -m benchmarks.pipelines --gpu           one of 8 stages on a GPU, the others XLA's mock
+
+Sockets need a core for each process. On a GPU, a stage of the paper's model of 36 layers is timed
+beside as many layers without a pipeline; what it waits for in the bubble is not in either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gshard
+from examples.recipes.transformer import Params, Size, block, norm
+from gshard.mt.launch.local import free_port
+from gshard.pipelining.schedules import NAMES, make
+
+SMALL = Size(L=8, B=32, S=32, M=64, N=4, F=256, V=256)
+PAPER = Size(L=36, B=64, S=1024, M=1024, N=16, F=8192, V=256)  # stage 0 has no head
+PROCESSES = 4
+
+
+def loss(params: Params, x, labels, stages: int, microbatches: int, schedule: str):
+    """Cross-entropy after all layers."""
+
+    def head(y, labels):
+        logits = (norm(y, params["norm"]) @ params["head"]).astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        return jnp.sum(jax.nn.logsumexp(logits, -1) - chosen)
+
+    how = {"stages": stages, "microbatches": microbatches, "schedule": schedule}
+    layer = lambda w, x: block(x, w)  # noqa: E731
+    return gshard.pipeline(layer, params["layers"], x, head=head, targets=labels, **how)
+
+
+def shapes(size: Size, layers: int, dtype: Any = jnp.float32) -> tuple[Any, ...]:
+    """Weights, the first layer's input, and labels."""
+    M, N, H, F = size.M, size.N, size.M // size.N, size.F
+
+    def of(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    dims = {"norm1": (M,), "q": (M, N, H), "k": (M, N, H), "v": (M, N, H), "out": (N, H, M),
+            "norm2": (M,), "up": (M, F), "down": (F, M)}  # fmt: skip
+    stacked = {name: of(layers, *shape) for name, shape in dims.items()}
+    params = {"layers": stacked, "norm": of(M), "head": of(M, size.V)}
+    return params, of(size.B, size.S, M), jax.ShapeDtypeStruct((size.B, size.S), jnp.int32)
+
+
+def step_of(stages: int, microbatches: int, schedule: str) -> Any:
+    """The gradient of the loss."""
+    settings = (stages, microbatches, schedule)
+    return lambda params, x, labels: jax.value_and_grad(loss)(params, x, labels, *settings)
+
+
+def bubbles() -> None:
+    """Counted in the tables, and by the formulas."""
+    print(
+        "| schedule | P, M | ticks | bubble | formula | in flight |\n|---|---|---:|---:|---|---:|"
+    )
+    for stages, microbatches in ((4, 8), (8, 16), (8, 64)):
+        for name in NAMES:
+            found = make(name, stages, microbatches)
+            idle = (stages - 1) * (1 if name.startswith("zb") else 3)
+            share = idle / (3 * microbatches * found.chunks + idle)
+            assert found.idle == idle, (name, found.idle)
+            cells = (name, f"{stages}, {microbatches}", found.ticks, f"{found.bubble:.1%}")
+            formula = "(P-1)" if name.startswith("zb") else "3(P-1)"
+            print(f"| {' | '.join(map(str, cells))} | {formula}: {share:.1%} | {found.in_flight} |")
+
+
+def memory_and_bytes() -> None:
+    """Temporary memory as compiled and forecast, and bytes between stages over the least."""
+    print("\n| schedule | M | temporary, KB | forecast | sent between stages, of the least |")
+    print("|---|---:|---:|---:|---:|")
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        for microbatches in (8, 16, 32):
+            size = Size(**{**vars(SMALL), "B": 4 * microbatches})
+            lowered = gshard.jit(step_of(4, microbatches, name), devices=jax.devices()[:4]).lower(
+                *shapes(size, size.L)
+            )
+            found = lowered.compile().memory_analysis().temp_size_in_bytes
+            planned = lowered.forecast("cpu").memory.temporary
+            sent = sum(c.total_bytes for c in lowered.collectives if c.kind == "collective_permute")
+            least = 2 * size.B * size.S * size.M * 4
+            cells = (name, microbatches, f"{found / 1e3:,.0f}", f"{planned / 1e3:,.0f}")
+            print(f"| {' | '.join(map(str, cells))} | {sent / least:.2f} |")
+
+
+def made(shape: Any, sharding: Any = None) -> Any:
+    """Small numbers, or labels."""
+
+    def fill() -> Any:
+        if jnp.issubdtype(shape.dtype, jnp.integer):
+            return jnp.zeros(shape.shape, shape.dtype)
+        last = jnp.arange(shape.shape[-1], dtype=jnp.float32)
+        return jnp.broadcast_to(0.02 * jnp.sin(last), shape.shape).astype(shape.dtype)
+
+    return jax.jit(fill, out_shardings=sharding)()
+
+
+def seconds(run: Any, arguments: Any, steps: int = 3) -> float:
+    """The median of some steps."""
+    jax.block_until_ready(run(*arguments))
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(*arguments))
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times))
+
+
+def member(number: int, port: int) -> None:
+    """One of the processes: the time of a step by each schedule, beside the forecast."""
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, number)
+    size = Size(L=8, B=64, S=128, M=256, N=4, F=1024, V=256)
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        lowered = gshard.jit(step_of(PROCESSES, 8, name)).lower(*shapes(size, size.L))
+        placed = [made(s, i.sharding) for s, i in zip(*map(jax.tree.leaves, (
+            shapes(size, size.L), lowered.in_info)), strict=True)]  # fmt: skip
+        arguments = jax.tree.unflatten(jax.tree.structure(shapes(size, size.L)), placed)
+        found = seconds(lowered.compile(), arguments)
+        if number == 0:
+            expected = lowered.forecast("cpu").step_seconds
+            print(f"{name}: {found:.3f} s, forecast {expected:.3f} s", flush=True)
+
+
+def on_gpu(stages: int) -> None:
+    """Milliseconds of one stage of `stages`, or (1) of as many layers without a pipeline."""
+    microbatches = 16
+    if stages > 1:  # before JAX looks for devices
+        jax.config.update("jax_mock_gpu_topology", f"1x{stages}x1")
+    layers = PAPER.L if stages > 1 else -(-PAPER.L // 8)
+    devices = jax.devices()[:stages]
+    arguments = shapes(PAPER, layers, jnp.bfloat16)
+    lowered = gshard.jit(step_of(stages, microbatches, "zb-h1"), devices=devices).lower(*arguments)
+    leaves, info = jax.tree.leaves(arguments), jax.tree.leaves(lowered.in_info)
+    placed = [made(s, i.sharding) for s, i in zip(leaves, info, strict=True)]
+    found = seconds(lowered.compile(), jax.tree.unflatten(jax.tree.structure(arguments), placed))
+    print(f"{stages} stages: {1e3 * found:.1f} ms for {microbatches} microbatches", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", action="store_true")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--member", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--of", type=int, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    again = [sys.executable, "-m", "benchmarks.pipelines"]
+    if chosen.member:
+        member(*chosen.member)
+    elif chosen.of:
+        on_gpu(chosen.of)
+    elif chosen.gpu:
+        for stages in (1, 8):
+            subprocess.run([*again, "--of", str(stages)], check=True)
+    elif chosen.processes:
+        port = free_port("127.0.0.1")
+        command = [*again, "--member"]
+        running = [subprocess.Popen([*command, str(n), str(port)]) for n in range(PROCESSES)]
+        sys.exit(max(process.wait() for process in running))
+    else:
+        jax.config.update("jax_num_cpu_devices", 8)
+        bubbles()
+        memory_and_bytes()
+
+
+if __name__ == "__main__":
+    main()
