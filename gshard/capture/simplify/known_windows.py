@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
+from gshard._jax import Var
 from gshard.graph import Graph
 from gshard.graph.row_map import Axis, Layer
 
@@ -89,6 +90,55 @@ def scattered(eqn: JaxprEqn, graph: Graph) -> Layer | None:
     return Layer(updates, tuple(base), tuple(axes))
 
 
+def batched(eqn: JaxprEqn, graph: Graph) -> list[JaxprEqn]:
+    """A gather or scatter, with dims whose index counts up as batch dims.
+
+    `x[jnp.arange(B)[:, None], i]` reads row b of `x` for row b of `i`, as a batch of gathers does.
+    """
+    numbers, indices = eqn.params["dimension_numbers"], eqn.invars[1]
+    maker, last = graph.maker(indices), len(indices.aval.shape) - 1
+    if maker is None or maker.primitive is not p.concatenate_p or len(maker.invars) < 2:
+        return [eqn]
+    reads = eqn.primitive is p.gather_p
+    gone = numbers.collapsed_slice_dims if reads else numbers.inserted_window_dims
+    index_map = numbers.start_index_map if reads else numbers.scatter_dims_to_operand_dims
+    theirs = "start_indices_batching_dims" if reads else "scatter_indices_batching_dims"
+    pairs = dict(zip(numbers.operand_batching_dims, getattr(numbers, theirs), strict=True))
+    kept, dims = [], []
+    for part, dim in zip(maker.invars, index_map, strict=False):
+        along = _counting(part, graph) if maker.params["dimension"] == last else None
+        size = None if along is None else indices.aval.shape[along]
+        if dim in gone and size == eqn.invars[0].aval.shape[dim] and along not in pairs.values():
+            pairs[dim] = along
+        else:
+            kept.append(part)
+            dims.append(dim)
+    if len(maker.invars) != len(index_map) or len(kept) == len(index_map) or not kept:
+        return [eqn]
+    pairs = dict(sorted(pairs.items()))
+    named = {
+        "collapsed_slice_dims" if reads else "inserted_window_dims": tuple(
+            d for d in gone if d not in pairs
+        ),
+        "start_index_map" if reads else "scatter_dims_to_operand_dims": tuple(dims),
+        "operand_batching_dims": tuple(pairs),
+        theirs: tuple(pairs.values()),
+    }
+    aval = indices.aval.update(shape=(*indices.aval.shape[:-1], len(kept)))
+    joined = maker.replace(invars=kept, outvars=[Var(aval)])
+    rest = {"dimension_numbers": numbers._replace(**named), "indices_are_sorted": False}
+    invars = [eqn.invars[0], joined.outvars[0], *eqn.invars[2:]]
+    return [joined, eqn.replace(invars=invars, params=eqn.params | rest)]
+
+
+def _counting(part: Any, graph: Graph) -> int | None:
+    """The dim along which integers are those from 0 on, and equal along all others."""
+    found = _progression(part, graph)
+    if found is None or found.start or sorted(found.steps)[-2:] != [0, 1] or min(found.steps) < 0:
+        return None
+    return found.steps.index(1)
+
+
 def _starts(
     indices: Any, dims: Sequence[int], sizes: Sequence[int], shape: Sequence[int], graph: Graph
 ) -> dict[int, _Progression] | None:
@@ -132,7 +182,7 @@ def _components(indices: Any, count: int, graph: Graph) -> list[_Progression] | 
 
 
 _MATH = (
-    p.iota_p, p.rev_p, p.broadcast_in_dim_p, p.add_p, p.sub_p, p.mul_p, *_COPYING,
+    p.iota_p, p.rev_p, p.broadcast_in_dim_p, p.add_p, p.sub_p, p.mul_p, p.select_n_p, *_COPYING,
 )  # fmt: skip
 _DEPTH = 8  # operators that an index is computed by
 
@@ -149,6 +199,8 @@ def _progression(atom: Any, graph: Graph, depth: int = _DEPTH) -> _Progression |
     if eqn.primitive is p.iota_p:
         along = eqn.params["dimension"]
         return _Progression(0, tuple(int(d == along) for d in range(len(shape))))
+    if eqn.primitive is p.select_n_p:  # a negative index counts from the end
+        return _not_negative(eqn, graph, depth)
     found = [_progression(a, graph, depth - 1) for a in eqn.invars]
     if not found or None in found:
         return None
@@ -174,3 +226,16 @@ def _progression(atom: Any, graph: Graph, depth: int = _DEPTH) -> _Progression |
     sign, none = 1 if eqn.primitive is p.add_p else -1, (0,) * len(shape)
     both = zip(steps or none, more or none, strict=True)
     return _Progression(start + sign * other, tuple(a + sign * b for a, b in both))
+
+
+def _not_negative(eqn: JaxprEqn, graph: Graph, depth: int) -> _Progression | None:
+    """What is selected where numbers are not below zero, if none is."""
+    which, usual, *_ = eqn.invars
+    test = graph.maker(which)
+    if test is None or test.primitive is not p.lt_p or test.invars[0] is not usual:
+        return None
+    below, found = graph.constant(test.invars[1]), _progression(usual, graph, depth - 1)
+    if found is None or below is None or np.any(below != 0):
+        return None
+    least = sum(min(0, s * (n - 1)) for s, n in zip(found.steps, usual.aval.shape, strict=True))
+    return found if found.start + least >= 0 else None

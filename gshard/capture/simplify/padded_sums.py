@@ -9,6 +9,7 @@ windows of tensors as large as `u`. Windows of one tensor that do not overlap ar
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -173,7 +174,9 @@ def _is_linear(layers: Layers) -> bool:
 
 def _is_zero(source: Any) -> bool:
     """Whether it is the number zero, which is not negative as that of an update is."""
-    return isinstance(source, Literal) and source.val == 0 and not np.signbit(source.val)
+    if not isinstance(source, Literal) or not jnp.issubdtype(source.aval.dtype, jnp.floating):
+        return False
+    return float(source.val) == 0 and math.copysign(1, float(source.val)) > 0
 
 
 def _is_padded(layers: Layers) -> bool:

@@ -19,7 +19,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import split_p, tile_p
 from gshard.capture.simplify.known_updates import COMBINING, without_updates
-from gshard.capture.simplify.known_windows import gathered, scattered
+from gshard.capture.simplify.known_windows import batched, gathered, scattered
 from gshard.capture.simplify.padded_sums import distributed
 from gshard.capture.simplify.painting import painting, reshaped
 from gshard.capture.simplify.passes import in_every_body
@@ -39,7 +39,7 @@ def composed(graph: Graph, near: Near | None = None) -> list[JaxprEqn]:
     """
     if not any(eqn.primitive in _REWRITTEN for eqn in graph.eqns):
         return graph.eqns
-    eqns = list(_plain(without_updates(graph), graph.results))
+    eqns = list(_plain(without_updates(graph), graph))
     graph = Graph(eqns, graph.results, graph.known)
     origins = Origins(graph, near)
     if near is None:  # later, windows may have been made larger on purpose
@@ -61,13 +61,16 @@ compose_row_maps = in_every_body(composed)
 compose_row_maps.__name__ = "compose_row_maps"
 
 
-def _plain(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> Iterator[JaxprEqn]:
+def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
     """Splits as slices and tiles as copies, without slices and pads that change nothing."""
     same: dict[Any, Any] = {}
     for eqn in eqns:
         eqn = renamed(eqn, same) if same else eqn
         if eqn.primitive is split_p:
             yield from _slices(eqn)
+            continue
+        if eqn.primitive in _INDEXED:
+            yield from batched(eqn, graph)
             continue
         if eqn.primitive is tile_p:
             yield from _copies(eqn)
@@ -78,7 +81,7 @@ def _plain(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> Iterator[JaxprEq
         if eqn.primitive in (p.slice_p, p.pad_p):
             (out,), source = eqn.outvars, eqn.invars[0]
             widths = [c for around in eqn.params.get("padding_config", ()) for c in around]
-            if not any(widths) and out.aval == source.aval and out not in results:
+            if not any(widths) and out.aval == source.aval and out not in graph.results:
                 same[out] = source
                 continue
         yield eqn
@@ -305,6 +308,7 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
     p.add_jaxvals_p: _of_sum,
 }
 _REWRITTEN = {*_MAPS, *COMBINING, split_p, tile_p}
+_INDEXED = (p.gather_p, p.scatter_p, *COMBINING)
 _SUMS = (p.add_p, p.add_jaxvals_p)
 _MOVING = (p.slice_p, p.pad_p, p.rev_p)
 _VIEWS = (p.reshape_p, p.squeeze_p, p.broadcast_in_dim_p, p.convert_element_type_p)
