@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import ray
 import ray.data
 
-from gshard.mt.errors import UserError
+from gshard.mt.launch import ray_cluster
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -23,13 +23,7 @@ R = TypeVar("R")
 
 def connect() -> None:
     """Join the cluster that `RAY_ADDRESS` names, or start one here."""
-    if not ray.is_initialized():
-        try:
-            ray.init(
-                os.environ.get("RAY_ADDRESS"), log_to_driver=False, logging_level=logging.ERROR
-            )
-        except ConnectionError as error:
-            raise UserError(f"no Ray cluster: {error}") from None
+    ray_cluster.connect(os.environ.get("RAY_ADDRESS"))
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
 

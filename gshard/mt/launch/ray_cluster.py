@@ -31,6 +31,15 @@ _ANSWER = 5.0  # seconds that an actor may take to answer
 _LOST = -signal.SIGKILL  # the status of a process whose node is gone
 
 
+def connect(address: str | None = None) -> None:
+    """Join the Ray cluster that `address` names, or start one here."""
+    if not ray.is_initialized():
+        try:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise UserError(f"no Ray cluster: {error}") from None
+
+
 class Agent:
     """Starts a process on its node and tells about it."""
 
@@ -118,11 +127,7 @@ class RayCluster:
     look = 1.0  # seconds between two looks at the processes
 
     def __init__(self, address: str | None = None):
-        if not ray.is_initialized():
-            try:
-                ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-            except ConnectionError as error:
-                raise UserError(f"no Ray cluster: {error}") from None
+        connect(address)
 
     def nodes(self) -> list[str]:
         """The nodes that are alive."""

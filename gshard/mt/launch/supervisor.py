@@ -27,16 +27,8 @@ from gshard.mt.launch.signals import is_second_request, stop_signals
 from gshard.mt.launch.status import ALONE, WAITING, Status
 
 _USER_ERRORS = (1, 2)  # exit statuses of what a user has to mend
-_BUSY = (  # may be silent for longer
-    "starting",
-    "preparing",
-    "compiling",
-    "restoring",
-    "loading",
-    "counting",
-    ALONE,
-    "ending",
-)
+# These may be silent for longer.
+_BUSY = ("starting", "preparing", "compiling", "restoring", "loading", "counting", ALONE, "ending")
 # What takes as long each time, unless it hangs.
 _MEASURED = ("preparing", "compiling", "restoring", "saving", "writing")
 

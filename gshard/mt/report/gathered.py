@@ -21,6 +21,8 @@ FILES = ("config.json", "metrics.jsonl", "evaluation.json", "baselines.json")
 VERSION = 1  # of evaluation.json and baselines.json
 GROUPS = ("high", "mid", "low")
 SIDES = ("encoder", "decoder")
+_SCORES = ("bleu", "chrf", "copy_bleu", "copy_chrf", "untrained_bleu")
+_FIGURES = ("sentences", "train_pairs", *_SCORES)  # of a direction
 
 Record = dict[str, float]
 
@@ -276,22 +278,11 @@ def _task(name: str, entry: Any) -> Direction:
     entry = entry if isinstance(entry, dict) else {}
     source, _, target = name.partition("-")
     known, texts = numbers(entry), _texts(entry)
-    group = texts.get("group", "")
-    target = texts.get("target", target)
-    return Direction(
-        name=name,
-        language=texts.get("language", source if target == "en" else target),
-        target=target,
-        sentences=known.get("sentences"),
-        train_pairs=known.get("train_pairs"),
-        group=group if group in GROUPS else "",
-        bleu=known.get("bleu"),
-        chrf=known.get("chrf"),
-        copy_bleu=known.get("copy_bleu"),
-        copy_chrf=known.get("copy_chrf"),
-        untrained_bleu=known.get("untrained_bleu"),
-        few=entry.get("few") is True,
-    )
+    group, target = texts.get("group", ""), texts.get("target", target)
+    language = texts.get("language", source if target == "en" else target)
+    figures = {each: known.get(each) for each in _FIGURES}
+    few, group = entry.get("few") is True, group if group in GROUPS else ""
+    return Direction(name, language, target, group=group, few=few, **figures)
 
 
 def _examples(values: list[Any]) -> list[Example]:

@@ -5,6 +5,7 @@ No text of a request is ever logged.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
@@ -37,32 +38,19 @@ class Metrics:
     def __init__(self, service: Service):
         self._registry = prometheus.CollectorRegistry()
         own: dict[str, Any] = {"registry": self._registry}
-        self.requests = prometheus.Counter(
-            "gshard_requests", "Requests by route and status", ["route", "status"], **own
-        )
+        counter: Any = functools.partial(prometheus.Counter, **own)
+        gauge: Any = functools.partial(prometheus.Gauge, multiprocess_mode="livesum", **own)
+        labels, title = ["route", "status"], "Time to the end of the answer"
+        self.requests = counter("gshard_requests", "Requests by route and status", labels)
         self.seconds = prometheus.Histogram(
-            "gshard_request_seconds", "Time to the end of the answer", ["route"],
-            buckets=_SECONDS, **own,
-        )  # fmt: skip
-        self.texts = prometheus.Counter(
-            "gshard_texts", "Texts that were to be translated, by key", ["key"], **own
+            "gshard_request_seconds", title, ["route"], buckets=_SECONDS, **own
         )
-        self.characters = prometheus.Counter(
-            "gshard_characters", "Characters of these texts, by key", ["key"], **own
-        )
-        self.waiting = prometheus.Gauge(
-            "gshard_waiting",
-            "Requests that wait or are in work",
-            multiprocess_mode="livesum",
-            **own,
-        )
-        self.compiling = prometheus.Gauge(
-            "gshard_compiling", "Programs to be compiled", multiprocess_mode="livesum", **own
-        )
-        self.ready = prometheus.Gauge(
-            "gshard_ready", "Whether the first programs are compiled", multiprocess_mode="livemin",
-            **own,
-        )  # fmt: skip
+        self.texts = counter("gshard_texts", "Texts that were to be translated, by key", ["key"])
+        self.characters = counter("gshard_characters", "Characters of these texts, by key", ["key"])
+        self.waiting = gauge("gshard_waiting", "Requests that wait or are in work")
+        self.compiling = gauge("gshard_compiling", "Programs to be compiled")
+        compiled = "Whether the first programs are compiled"
+        self.ready = gauge("gshard_ready", compiled, multiprocess_mode="livemin")
         self._service = service
 
     def text(self) -> bytes:

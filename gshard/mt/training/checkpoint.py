@@ -31,13 +31,7 @@ FOLDER = "checkpoints"
 _ITEMS = ("model", "optimizer", "note")
 _FULL = ("No space left", "ENOSPC", "Disk quota", "RESOURCE_EXHAUSTED")
 _ROOM = 1 << 16  # bytes that have to be free for a save to begin
-_DISK = (
-    *_FULL,
-    "Read-only file system",
-    "Permission denied",
-    "Input/output error",
-    "File too large",
-)
+_DISK = ("Read-only file system", "Permission denied", "Input/output error", "File too large")
 
 # Orbax tells of every step it takes, errors of its threads included; what matters is raised.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -332,7 +326,7 @@ def _note(folder: Path) -> dict[str, Any]:
 def _refusal(error: Exception | None) -> str:
     """What the disk has refused, in words; "" for an error of another kind."""
     text = str(error)
-    if not isinstance(error, OSError) and not any(word in text for word in _DISK):
+    if not isinstance(error, OSError) and not any(word in text for word in (*_FULL, *_DISK)):
         return ""
     full = any(word in text for word in _FULL)
     return "the disk is full" if full else text.strip().splitlines()[0][:200]
