@@ -255,7 +255,8 @@ def _by_line(
 def _grouped(collectives: Sequence[Collective]) -> Mapping[str, list[Collective]]:
     found: dict[str, list[Collective]] = {}
     for value in (value for c in collectives for value in c.members or (c,)):
-        found.setdefault(value.source, []).append(value)
+        line = value.source.partition(", ")[0]  # without the path of a module of torch
+        found.setdefault(line, []).append(value)
     return found
 
 

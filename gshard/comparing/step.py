@@ -1,7 +1,8 @@
 """A training step as its author wrote it, with XLA's partitioner and with gshard's.
 
-A step is a function of `jax.jit`, `gshard.jit`, `equinox.filter_jit` or `flax.nnx.jit`, or a plain
-function. Its shardings are those of its arguments, of `in_shardings`, and of constraints inside.
+A step is a function of `jax.jit`, `gshard.jit`, `equinox.filter_jit` or `flax.nnx.jit`, a plain
+function, or a module of torch, of which a step is made. Its shardings are those of its arguments,
+of `in_shardings`, and of constraints inside.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 import jax
 
 import gshard
+from gshard.comparing.torch_step import step_of_torch
 from gshard.contrib._swap import partitioned
 from gshard.forecast import Hardware
 from gshard.jit import Jitted
@@ -30,12 +32,17 @@ class Step:
     """A step and its arguments, which may be abstract."""
 
     def __init__(self, step: Callable[..., Any], args: tuple[Any, ...]):
+        self._module = step if hasattr(step, "named_parameters") else None  # of torch
+        if self._module is not None:
+            step, args = step_of_torch(self._module, args)
         self._step: Any = step if hasattr(step, "lower") else gshard.jit(step)
         self.args = args
         self.name = getattr(step, "__name__", type(step).__name__)
 
     def with_args(self, args: tuple[Any, ...]) -> Step:
         """The same step for other arguments."""
+        if self._module is not None:  # is exported for the shapes of its inputs
+            return Step(self._module, args[2:])
         changed = copy.copy(self)
         changed.args = args
         return changed

@@ -1,0 +1,40 @@
+"""A training step of a PyTorch module: gradient descent on the mean of its results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import gshard
+
+
+def step_of_torch(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A step and its arguments, for a module and the shapes of its inputs.
+
+    Inputs are split over the devices along their first dim (data parallelism); what is in the
+    module, dropout and its mode, is as it was exported.
+    """
+    import torch
+
+    from gshard.contrib.torch import from_torch
+
+    def example(x: Any) -> Any:
+        return torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="meta")
+
+    function, params = from_torch(module.to("meta"), tuple(map(example, inputs)))
+
+    def mean(params: Any, key: Any, inputs: Any) -> Any:
+        results = jax.tree.leaves(function(params, *inputs, key=key))
+        floats = [x for x in results if jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum(jnp.mean(x.astype(jnp.float32)) for x in floats)
+
+    def step(params: Any, key: Any, *inputs: Any) -> Any:
+        parts = jax.device_count()
+        split = [gshard.split(x, 0, parts) if x.ndim else x for x in inputs]
+        gradients = jax.grad(mean)(params, key, split)
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, params, gradients)
+
+    step.__name__ = type(module).__name__
+    return step, (params, jax.eval_shape(lambda: jax.random.key(0)), *inputs)
