@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from gshard.checking.exact import field
@@ -18,9 +19,7 @@ from gshard.checking.exact.number import (
     Value,
     exact,
     is_float,
-    joined,
     leading,
-    moved,
     of_floats,
     plain,
     spread,
@@ -37,7 +36,7 @@ UNKNOWN = -1  # the bits of a sum that nothing is proved about
 _SOLVERS = dict.fromkeys(
     ("cholesky", "cholesky_update", "eig", "eigh", "svd", "qr", "lu", "householder_product",
      "geqrf", "geqp3", "schur", "hessenberg", "tridiagonal", "tridiagonal_solve",
-     "triangular_solve", "lu_pivots_to_permutation", "symmetric_product"), 2,
+     "lu_pivots_to_permutation", "symmetric_product"), 2,
 )  # fmt: skip
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print", "mark")
 _on_host = OnHost()
@@ -52,7 +51,9 @@ def other(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         return _keys(eqn, operands)
     if name in _CALLBACKS:
         return [_hash_of_all(eqn, operands, n, ()) for n in range(len(eqn.outvars))]
-    if name in _SOLVERS or name == "fft":
+    if name in _LINEAR:
+        return [_LINEAR[name](eqn, *operands)]
+    if name in _SOLVERS:
         return _solved(eqn, operands)
     if not any(isinstance(x, (Exact, Bits)) for x in operands):
         return _each(eqn, operands)
@@ -89,11 +90,8 @@ def _of_jax(array: Any) -> Value:
 
 def _solved(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
     """Unknown functions of a matrix, or of the dims at the end, for each of a batch."""
-    name = eqn.primitive.name
-    if name == "fft":
-        return [_transformed(eqn, operands[0])]
     controls = _each(eqn, operands)
-    batch = tuple(range(1, operands[0].ndim - _SOLVERS[name]))
+    batch = tuple(range(1, operands[0].ndim - _SOLVERS[eqn.primitive.name]))
     made = []
     for number, (control, var) in enumerate(zip(controls, eqn.outvars, strict=True)):
         if not is_float(var.aval.dtype):
@@ -104,7 +102,7 @@ def _solved(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
     return made
 
 
-def _digest(value: Value, batch: tuple[int, ...], columns: bool = False) -> np.ndarray:
+def _digest(value: Value, batch: tuple[int, ...]) -> np.ndarray:
     """A hash of all that is behind the batch dims, with as many dims as the operand."""
     r = value.r if isinstance(value, Exact) else field.of_integers(plain(value))
     rest = tuple(d for d in range(1, r.ndim) if d not in batch)
@@ -139,15 +137,33 @@ def _transformed(eqn: JaxprEqn, a: Exact) -> Exact:
     """A Fourier transform: a linear function, with a matrix of hashes for each dim."""
     (control,) = _each(eqn, [a])
     lengths, r = eqn.params["fft_lengths"], a.r
-    dims = range(a.ndim - len(lengths), a.ndim)
-    out = eqn.outvars[0].aval.shape
-    for dim in dims:
-        rows, columns = r.shape[dim], out[dim - 1]
-        size = str(eqn.params["fft_type"]), eqn.params["fft_lengths"], dim - a.ndim
+    last, kind = a.ndim - 1, lax.FftType(eqn.params["fft_type"]).name
+    for number, dim in enumerate(range(a.ndim - len(lengths), a.ndim)):
+        rows, columns = r.shape[dim], eqn.outvars[0].aval.shape[dim - 1]
+        # Only the last dim is of real numbers: the others are transforms like any other.
+        key = kind if dim == last else kind.replace("RFFT", "FFT")
         numbers = np.arange(rows * columns, dtype=np.uint64).reshape(rows, columns)
-        matrix = field.hashed(field.key_of("fft", *size), numbers)
+        matrix = field.hashed(field.key_of("fft", key, lengths[number]), numbers)
         r = np.moveaxis(field.matmul(np.moveaxis(r, dim, -1), matrix), -1, dim)
     return exact(plain(control), r, a)
+
+
+def _triangular_solve(eqn: JaxprEqn, a: Exact, b: Exact) -> Exact:
+    """Linear in the right side: a product with an unknown matrix, which is a function of `a`."""
+    (control,) = _each(eqn, [a, b])
+    size = a.shape[-1]
+    numbers = np.arange(size * size, dtype=np.uint64).reshape(size, size)
+    settings = {k: v for k, v in eqn.params.items() if k != "left_side"}
+    key = field.key_of("triangular_solve", str(sorted(settings.items())))
+    matrix = field.hashed(key, numbers, _digest(a, tuple(range(1, a.ndim - 2))))
+    sides = (matrix, b.r) if eqn.params["left_side"] else (b.r, matrix)
+    return exact(plain(control), field.matmul(*sides), a, b, degree=b.degree + 1)
+
+
+_LINEAR: dict[str, Callable[..., Exact]] = {
+    "fft": _transformed,
+    "triangular_solve": _triangular_solve,
+}
 
 
 # ------------------------------------------------------------------------ by JAX's own operators
@@ -174,8 +190,3 @@ def _doubtful(made: Value, number: int, eqn: JaxprEqn) -> Value:
     numbers = np.arange(made.r[0].size, dtype=np.uint64).reshape(made.r[0].shape)
     r = field.hashed(field.key_of(eqn.primitive.name, number, id(eqn)), numbers)
     return Exact(made.f, np.broadcast_to(r, made.f.shape), sum_bits=UNKNOWN)
-
-
-def all_of(values: Sequence[Value], axis: int) -> Value:
-    """Values side by side."""
-    return joined(lambda xs: np.concatenate(xs, axis), [moved(lambda x: x, v) for v in values])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import numpy as np
@@ -97,8 +96,3 @@ class Tiling:
         inside = zip(self._rows, at, strict=False)
         rows = [r.reshape(len(r), -1)[device if len(r) > 1 else 0, n] for r, n in inside]
         return tuple(map(int, rows)) + tuple(map(int, at[len(rows) :]))
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    """How many there are."""
-    return math.prod(shape)
