@@ -43,7 +43,7 @@ class Logical:
 
     def __init__(self, emitted: Emitted, arguments: Sequence[Value], regions: dict[Any, Jaxpr]):
         self._machine = Lockstep(emitted.sizes, ExactNumbers(emitted.count))
-        self._running: Any = self._machine.run(emitted.flat, arguments)
+        self._running: Any = self._machine.run(emitted.unpartitioned, arguments)
         self._regions = regions
         self._known: dict[tuple[Jaxpr, tuple[int, ...]], dict[Any, Value]] = {}
         self._current: dict[Jaxpr, tuple[int, ...]] = {}

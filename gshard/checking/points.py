@@ -25,7 +25,7 @@ def at_values(emitted: Emitted, arguments: Sequence[Any]) -> Iterator[list[Value
 
 def at_random(emitted: Emitted) -> Iterator[list[Value]]:
     """Random numbers of the arguments' types; constants that the function closes over stay."""
-    variables = emitted.flat.jaxpr.invars
+    variables = emitted.unpartitioned.jaxpr.invars
     for seed in itertools.count():
         rng = np.random.default_rng(seed)
         own = [drawn(x, x.dtype, rng) for x in map(logical, emitted.consts)]

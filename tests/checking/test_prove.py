@@ -63,6 +63,18 @@ def test_sizes_that_the_function_depends_on_stay():
     assert report.sizes[4096] < 4096
 
 
+def test_groups_of_different_sizes_and_constants():
+    """Six tiles on eight devices, two of which hold nothing, and rows that the function knows."""
+    rows = np.asarray([0, 5, 0])
+
+    def fn(x, w):
+        x = gshard.shard(x, np.arange(6)[:, None])
+        return jnp.fft.rfft2(jnp.cumsum(x, 0)) * x.sum(), w[rows]
+
+    report = gshard.prove(fn, struct(6, 3), struct(7, 2), devices=D)
+    assert report.exact, report
+
+
 def test_on_a_command_line(tmp_path, monkeypatch):
     (tmp_path / "proved.py").write_text(
         "import gshard\n\n\ndef fn(x, w):\n    return gshard.split(x, 1, 4) @ w\n"

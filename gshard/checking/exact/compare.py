@@ -13,7 +13,6 @@ from gshard.checking.exact.number import Bits, Exact, Value, at, is_float, plain
 from gshard.checking.exact.other import UNKNOWN
 from gshard.checking.exact.pointwise import bits_of
 from gshard.checking.exact.tiles import Tiling
-from gshard.moving.partial import reducing_groups
 
 _ROUNDING = 4096  # units in the last place by which floats alone are compared
 
@@ -95,9 +94,7 @@ def adopted(got: Exact, wanted: Exact, tiling: Tiling) -> Exact:
     count, manual = tiling.sharding.num_devices, tiling.sharding.manual
     r = spread(wanted if manual else tiling.cut(wanted), count).r
     if tiling.sharding.unreduced and not manual:
-        groups = np.asarray(reducing_groups(tiling.sharding))
-        own = np.array(spread(got, count).r)
-        rest = field.sub(tiling.reduced(got)[0].r, own[groups[:, 0]])
-        own[groups[:, 0]] = field.sub(r[groups[:, 0]], rest)
+        own, (total, first) = np.array(spread(got, count).r), tiling.reduced(got)
+        own[first] = field.sub(r[first], field.sub(total.r, own[first]))
         r = own
     return replace(spread(got, count), r=r)

@@ -14,6 +14,7 @@ from gshard._jax import private_primitives
 from gshard.checking.exact.number import (
     Exact,
     Value,
+    at,
     chosen,
     constant,
     is_float,
@@ -28,7 +29,7 @@ from gshard.checking.exact.order import ORDER
 from gshard.checking.exact.other import other
 from gshard.checking.exact.pointwise import POINTWISE, aligned, bits_of, larger, smaller
 from gshard.checking.exact.structure import STRUCTURE
-from gshard.checking.exact.sums import SUMS, folded, summed
+from gshard.checking.exact.sums import SUMS, folded, summed, summed_in
 from gshard.checking.exact.tiles import Tiling
 from gshard.checking.replaying.collectives import Sizes, groups_of, rank_in
 from gshard.moving.partial import copies_groups
@@ -101,14 +102,22 @@ class ExactNumbers:
         """The results of a collective on all devices; the number of each, for `axis_index`."""
         if eqn.primitive is p.axis_index_p:
             return [rank_in(eqn, sizes)]
-        groups = np.asarray(groups_of(eqn, sizes))
+        groups = groups_of(eqn, sizes)
         name = eqn.primitive.name
         if name == "ppermute":
             pairs = [(group[a], group[b]) for group in groups for a, b in eqn.params["perm"]]
             return [self._permuted(operands[0], np.asarray(pairs, int).reshape(-1, 2))]
         if name == "ragged_all_to_all":
             return [self._ragged(operands, groups)]
-        return [self._in_groups(eqn, name, x, groups) for x in operands]
+        alike = [
+            np.asarray([g for g in groups if len(g) == n]) for n in sorted(set(map(len, groups)))
+        ]  # a reduction may have groups of different sizes
+        results = [self._in_groups(eqn, name, x, alike[0]) for x in operands]
+        for others in alike[1:]:
+            members = np.isin(np.arange(self.count), others)
+            made = [self._in_groups(eqn, name, x, others) for x in operands]
+            results = [self.merged(m, r, members) for m, r in zip(made, results, strict=True)]
+        return results
 
     def _in_groups(self, eqn: JaxprEqn, name: str, x: Value, groups: np.ndarray) -> Value:
         size, q = groups.shape[1], eqn.params
@@ -154,7 +163,7 @@ class ExactNumbers:
 
         return moved(permuted, spread(x, self.count))
 
-    def _ragged(self, operands: Sequence[Value], groups: np.ndarray) -> Value:
+    def _ragged(self, operands: Sequence[Value], groups: Sequence[Sequence[int]]) -> Value:
         """Rows that devices send to each other; the sizes are data."""
         rows, output, *numbers = (spread(x, self.count) for x in operands)
         starts, counts, ends = (plain(x) for x in numbers[:3])
@@ -219,8 +228,11 @@ def _to_auto(self: ExactNumbers, eqn: JaxprEqn, operands: Sequence[Value]) -> li
     sharding = eqn.params["annotation"].sharding
     tiles = spread(operands[0], self.count)
     if eqn.params["copies"] == "all" and sharding.replicas > 1:
-        groups = np.asarray(copies_groups(sharding))
-        tiles = self._to_all(summed(moved(lambda a: a[groups], tiles), (1,)), groups)
+        groups = copies_groups(sharding)
+        number = np.zeros(self.count, int)
+        for n, group in enumerate(groups):
+            number[list(group)] = n
+        tiles = at(summed_in(groups, tiles), number)
     return [Tiling(sharding, tuple(eqn.params["shape"])).assembled(tiles)]
 
 

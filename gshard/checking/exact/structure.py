@@ -42,6 +42,8 @@ def _rest(eqn: JaxprEqn, a: np.ndarray) -> tuple[int, ...]:
 
 
 def _reshape(eqn: JaxprEqn, a: np.ndarray) -> np.ndarray:
+    if order := eqn.params.get("dimensions") if eqn.primitive.name == "reshape" else None:
+        a = a.transpose(0, *(1 + d for d in order), *range(1 + len(order), a.ndim))
     return a.reshape(a.shape[0], *eqn.outvars[0].aval.shape, *_rest(eqn, a))
 
 

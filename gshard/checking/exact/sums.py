@@ -47,6 +47,12 @@ def summed(a: Value, axes: Sequence[int]) -> Value:
     return type(a)(a.i.sum(tuple(axes), dtype=a.i.dtype), tag)
 
 
+def summed_in(groups: Sequence[Sequence[int]], tiles: Value) -> Value:
+    """What the devices of each group have, added up; groups may have different sizes."""
+    sums = [summed(at(tiles, np.asarray([group])), (1,)) for group in groups]
+    return joined(np.concatenate, sums)
+
+
 def _axes(eqn: JaxprEqn) -> tuple[int, ...]:
     return tuple(1 + d for d in eqn.params["axes"])
 

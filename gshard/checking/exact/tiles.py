@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gshard.checking.exact.number import Exact, Value, chosen, joined, moved, plain, poison, spread
-from gshard.checking.exact.sums import summed
+from gshard.checking.exact.sums import summed_in
 from gshard.moving.partial import reducing_groups
 from gshard.tensors.sharding import Sharding
 
@@ -88,8 +88,8 @@ class Tiling:
         count = self.sharding.num_devices
         if not self.sharding.unreduced:
             return tiles, np.arange(count)
-        groups = np.asarray(reducing_groups(self.sharding))
-        return summed(moved(lambda a: a[groups], spread(tiles, count)), (1,)), groups[:, 0]
+        groups = reducing_groups(self.sharding)
+        return summed_in(groups, spread(tiles, count)), np.asarray([group[0] for group in groups])
 
     def position(self, device: int, at: tuple[int, ...]) -> tuple[int, ...]:
         """The index in the array of an element of a device's tile."""

@@ -39,6 +39,13 @@ class Emitted:
         """How many devices there are."""
         return math.prod(self.sizes.values())
 
+    @property
+    def unpartitioned(self) -> ClosedJaxpr:
+        """The user's program, of everything that enters: constants are its first arguments."""
+        jaxpr = self.flat.jaxpr
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        return ClosedJaxpr(jaxpr.replace(constvars=[], invars=variables), [])
+
     def entering(self, arguments: Sequence[Any]) -> list[Value]:
         """The tiles of all devices of everything that enters, from flat logical arguments."""
         values = map(logical, (*self.consts, *arguments))

@@ -33,6 +33,7 @@ def run(fn, *args):
 
 
 MOVED = {
+    "reordered": lambda x, i: lax.reshape(x, (10, 6), (2, 0, 1)),
     "views": lambda x, i: (x.reshape(5, 12).T[::-1], x.transpose(2, 0, 1), x[None, 1:, ::2]),
     "joined": lambda x, i: (jnp.concatenate([x, -x], 1), jnp.stack([x, x * 2], 1)),
     "padded": lambda x, i: lax.pad(x, 7.0, [(-1, 2, 0), (1, -2, 1), (0, 0, 2)]),
