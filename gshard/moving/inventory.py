@@ -6,6 +6,7 @@ manual region are calls of `lax` in a plan, too; after emission all are.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import primitives as p
 
+from gshard._jax import private_primitives
 from gshard.graph import bodies, text
 from gshard.graph.readable import table
 from gshard.graph.reason import Reason
@@ -26,16 +29,16 @@ from gshard.tensors.devices import Groups
 from gshard.tensors.tile import byte_size
 
 _SHOWN = 20  # collectives that a terminal shows
+_parallel = functools.partial(private_primitives, "lax.parallel")
 COLLECTIVES = {  # of `lax`: the kind, and how values are combined
-    "psum": ("all_reduce", "sum"),
-    "psum_invariant": ("all_reduce", "sum"),
-    "pmax": ("all_reduce", "max"),
-    "pmin": ("all_reduce", "min"),
-    "all_gather": ("all_gather", ""),
-    "all_to_all": ("all_to_all", ""),
-    "ragged_all_to_all": ("all_to_all", ""),  # as if all were sent: the sizes are data
-    "ppermute": ("collective_permute", ""),
-    "reduce_scatter": ("reduce_scatter", ""),
+    **dict.fromkeys([p.psum_p, *_parallel("psum_invariant_p")], ("all_reduce", "sum")),
+    p.pmax_p: ("all_reduce", "max"),
+    p.pmin_p: ("all_reduce", "min"),
+    p.all_gather_p: ("all_gather", ""),
+    p.all_to_all_p: ("all_to_all", ""),
+    p.ragged_all_to_all_p: ("all_to_all", ""),  # as if all were sent: the sizes are data
+    p.ppermute_p: ("collective_permute", ""),
+    **dict.fromkeys(_parallel("reduce_scatter_p"), ("reduce_scatter", "")),
 }
 
 
@@ -65,7 +68,7 @@ class Transfer:
 
 def transfers(eqn: JaxprEqn) -> list[Transfer]:
     """What a collective moves: a node of a plan, or a call of `lax`; none for local work."""
-    node, called = node_of(eqn), COLLECTIVES.get(eqn.primitive.name)
+    node, called = node_of(eqn), COLLECTIVES.get(eqn.primitive)
     groups: Sequence[Sequence[int]] | None
     if isinstance(node, CollectiveNode):
         kind, groups = (node.name.replace("-", "_"), getattr(node, "kind", "")), node.listed()
@@ -74,7 +77,7 @@ def transfers(eqn: JaxprEqn) -> list[Transfer]:
     else:
         return []
     # A ragged one also has operands with offsets.
-    moved = eqn.invars[:1] if eqn.primitive.name == "ragged_all_to_all" else eqn.invars
+    moved = eqn.invars[:1] if eqn.primitive is p.ragged_all_to_all_p else eqn.invars
     members = tuple(tuple(map(int, g)) for g in groups or ())
     return [
         Transfer(
@@ -176,7 +179,7 @@ def program_text(jaxpr: Jaxpr, num_devices: int) -> str:
 
 def collective_note(eqn: JaxprEqn) -> str:
     """The reason of a collective; empty for local work."""
-    return f"{source_of(eqn)}: {reason_of(eqn)}" if eqn.primitive.name in COLLECTIVES else ""
+    return f"{source_of(eqn)}: {reason_of(eqn)}" if eqn.primitive in COLLECTIVES else ""
 
 
 def _walk(jaxpr: Jaxpr, num_devices: int, count: int, beside: Beside) -> Iterator[Collective]:
@@ -214,7 +217,7 @@ def combined_values(jaxpr: Jaxpr, eqn: JaxprEqn) -> list[JaxprEqn]:
         return []
     (result,) = eqn.outvars
     views = {result, *(e.outvars[0] for e in jaxpr.eqns if result in e.invars)}
-    return [e for e in jaxpr.eqns if e.primitive.name == "slice" and e.invars[0] in views]
+    return [e for e in jaxpr.eqns if e.primitive is p.slice_p and e.invars[0] in views]
 
 
 def shares(total: int, values: Sequence[JaxprEqn]) -> list[int]:

@@ -64,6 +64,6 @@ def plan_note(eqn: JaxprEqn) -> str:
     if node is not None:
         why = f"{node.reason}{_rule_of(node.reason.operator)}"
         return f"{source_of(eqn)}: {why}; sends {node_bytes(eqn):,} bytes"
-    if eqn.primitive.name in COLLECTIVES:
+    if eqn.primitive in COLLECTIVES:
         return f"{source_of(eqn)}: {reason_of(eqn)}"
     return ""

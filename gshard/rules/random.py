@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.extend.core import primitives as p
 
 from gshard._jax import (
@@ -46,8 +46,8 @@ from gshard.tensors.tile import Tile, byte_size
 
 Draw = Callable[[jax.Array], jax.Array]  # what a generator makes of one key's integers
 
-_COUNTS = "iota_2x32_shape"
-_MIXES = "rng_bit_generator"  # under vmap the first key draws for all the others
+_COUNTS = iota_2x32_shape_p
+_MIXES = p.rng_bit_generator_p  # under vmap the first key draws for all the others
 _COUNTING = ("threefry2x32", "threefry4x32", "philox2x32", "philox4x32", "rbg")
 
 
@@ -184,11 +184,11 @@ def _vectorized(draw: Draw, rank: int) -> Draw:
     return draw
 
 
-def _uses(program: ClosedJaxpr, name: str) -> bool:
-    """Whether a primitive of that name occurs in a program, or in one that it calls."""
+def _uses(program: ClosedJaxpr, primitive: Primitive) -> bool:
+    """Whether a primitive occurs in a program, or in one that it calls."""
     bodies = map(called, program.jaxpr.eqns)
-    here = any(eqn.primitive.name == name for eqn in program.jaxpr.eqns)
-    return here or any(body is not None and _uses(body, name) for body in bodies)
+    here = any(eqn.primitive is primitive for eqn in program.jaxpr.eqns)
+    return here or any(body is not None and _uses(body, primitive) for body in bodies)
 
 
 def _counting(
@@ -197,7 +197,7 @@ def _counting(
     """Run a program with `counters` instead of JAX's own."""
 
     def interpret(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        if eqn.primitive.name == _COUNTS:
+        if eqn.primitive is _COUNTS:
             return counters(tuple(eqn.params["shape"]))
         body = called(eqn)
         return evaluate(body, values, interpret) if body else bind(eqn, values)

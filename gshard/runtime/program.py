@@ -199,7 +199,7 @@ class Program(GlobalFunction):
     @property
     def _mapped(self) -> JaxprEqn:
         """The equation whose body is the per-device program."""
-        (eqn,) = [e for e in self.traced.jaxpr.eqns if e.primitive.name == "shard_map"]
+        (eqn,) = [e for e in self.traced.jaxpr.eqns if e.primitive is _jax.shard_map_p]
         return eqn
 
     @functools.cached_property

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import primitives as p
+
+from gshard._jax import private_primitives
 
 Tiles = Sequence[Any]  # a value on every device; None where it does not run
 Sizes = Mapping[str, int]  # of the axes of the mesh
@@ -54,11 +58,10 @@ def _sum(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _all_reduce(eqn: JaxprEqn, parts: list[np.ndarray]) -> list[np.ndarray]:
-    kind = eqn.primitive.name
-    if kind in ("psum", "psum_invariant"):
-        made = _sum(parts)
+    if eqn.primitive in (p.pmax_p, p.pmin_p):
+        made = (np.maximum if eqn.primitive is p.pmax_p else np.minimum).reduce(parts)
     else:
-        made = (np.maximum if kind == "pmax" else np.minimum).reduce(parts)
+        made = _sum(parts)
     return [made] * len(parts)
 
 
@@ -85,17 +88,16 @@ def _all_to_all(eqn: JaxprEqn, parts: list[np.ndarray]) -> list[np.ndarray]:
     return [join(column, axis=eqn.params["concat_axis"]) for column in zip(*pieces, strict=True)]
 
 
-_IN_GROUPS: dict[str, Callable[[JaxprEqn, list[np.ndarray]], list[np.ndarray]]] = {
-    "psum": _all_reduce,
-    "psum_invariant": _all_reduce,
-    "pmax": _all_reduce,
-    "pmin": _all_reduce,
-    "all_gather": _all_gather,
-    "all_gather_invariant": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
+_parallel = functools.partial(private_primitives, "lax.parallel")
+_SCATTERS = _parallel("reduce_scatter_p")
+_SUMS = (p.psum_p, *_parallel("psum_invariant_p"))
+_IN_GROUPS: dict[Primitive, Callable[[JaxprEqn, list[np.ndarray]], list[np.ndarray]]] = {
+    **dict.fromkeys((*_SUMS, p.pmax_p, p.pmin_p), _all_reduce),
+    **dict.fromkeys((p.all_gather_p, *_parallel("all_gather_invariant_p")), _all_gather),
+    **dict.fromkeys(_SCATTERS, _reduce_scatter),
+    p.all_to_all_p: _all_to_all,
 }
-NAMES = {*_IN_GROUPS, "ppermute", "ragged_all_to_all"}
+RUN_TOGETHER = {*_IN_GROUPS, p.ppermute_p, p.ragged_all_to_all_p}
 
 
 # ------------------------------------------------------------------------ all devices
@@ -103,11 +105,11 @@ NAMES = {*_IN_GROUPS, "ppermute", "ragged_all_to_all"}
 
 def run_collective(eqn: JaxprEqn, operands: Sequence[Tiles], sizes: Sizes) -> list[list[Any]]:
     """The results of a collective on every device that takes part."""
-    if eqn.primitive.name == "ppermute":
+    if eqn.primitive is p.ppermute_p:
         return [_permuted(eqn, operands[0], sizes)]
-    if eqn.primitive.name == "ragged_all_to_all":
+    if eqn.primitive is p.ragged_all_to_all_p:
         return [_ragged(eqn, operands, sizes)]
-    combine = _IN_GROUPS[eqn.primitive.name]
+    combine = _IN_GROUPS[eqn.primitive]
     results: list[list[Any]] = []
     for operand in operands:
         result: list[Any] = [None] * len(operand)
@@ -161,13 +163,13 @@ def exchanged(
 
     That is the meaning of a collective; how messages are routed is up to the hardware.
     """
-    if eqn.primitive.name == "ppermute":
+    if eqn.primitive is p.ppermute_p:
         pairs = [(a, b) for a, b in _pairs(eqn, sizes) if a != b]
         sent = {b: np.asarray(operand[a]) for a, b in pairs if a == device}
         return sent, {a: np.asarray(operand[a]) for a, b in pairs if b == device}
     group = next(g for g in groups_of(eqn, sizes) if device in g)
     others = [d for d in group if d != device]
-    if eqn.primitive.name in ("reduce_scatter", "all_to_all"):
+    if eqn.primitive in (*_SCATTERS, p.all_to_all_p):
         pieces = {d: _pieces(eqn, np.asarray(operand[d]), len(group)) for d in group}
         mine = group.index(device)
         sent = {d: pieces[device][group.index(d)] for d in others}

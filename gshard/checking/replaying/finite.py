@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from gshard.checking.replaying.collectives import NAMES
+from gshard.checking.replaying.collectives import RUN_TOGETHER
 from gshard.checking.replaying.lockstep import Event
 from gshard.checking.replaying.tiles import place_of, plain, real
 from gshard.moving.seen import Held
@@ -78,7 +78,7 @@ class Finite:
             else:
                 kinds = self._known.get(atom, [_NONE] * count)
             found = [a | b for a, b in zip(found, kinds, strict=True)]
-        if event.eqn.primitive.name in NAMES:
+        if event.eqn.primitive in RUN_TOGETHER:
             found = [frozenset().union(*found)] * count
         return found
 

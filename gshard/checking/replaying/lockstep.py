@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.checking.replaying.collectives import NAMES, groups_of
+from gshard.checking.replaying.collectives import RUN_TOGETHER, groups_of
 from gshard.graph.regions import LOOPS, called, counts_of
 from gshard.graph.source import source_of
 
@@ -147,7 +147,7 @@ class Lockstep:
             return (yield from self._cond(eqn, operands, active, path))
         if (body := called(eqn)) is not None:
             return (yield from self.run(body, operands, active, path))
-        if primitive is p.axis_index_p or primitive.name in NAMES:
+        if primitive is p.axis_index_p or primitive in RUN_TOGETHER:
             self._check_together(eqn, active)
             with eqn.ctx.manager, np.errstate(all="ignore"):
                 return list(self.domain.collective(eqn, operands, self.sizes))

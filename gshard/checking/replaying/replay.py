@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from gshard.checking.replaying.collectives import NAMES, exchanged
+from gshard.checking.replaying.collectives import RUN_TOGETHER, exchanged
 from gshard.checking.replaying.emitted import Emitted
 from gshard.checking.replaying.finite import Finite
 from gshard.checking.replaying.lockstep import Event, Lockstep, Value, runs_of
@@ -143,7 +143,7 @@ class Replay(Iterator[ReplayStep]):
         why = NO_REASON if eqn is None else reason_of(eqn)
         sent: dict[int, np.ndarray] = {}
         received: dict[int, np.ndarray] = {}
-        if eqn is not None and eqn.primitive.name in NAMES:
+        if eqn is not None and eqn.primitive in RUN_TOGETHER:
             sent, received = exchanged(eqn, event.operands[0], device, self._machine.sizes)
         return ReplayStep(
             self._number,

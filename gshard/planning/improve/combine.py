@@ -148,7 +148,7 @@ def is_heavy(eqn: JaxprEqn) -> bool:
     """Whether an equation is expensive, or must not be reordered."""
     if eqn.primitive in _LIGHT:  # the common case, decided quickly
         return False
-    if eqn.primitive in _HEAVY or eqn.effects or node_of(eqn) or eqn.primitive.name in COLLECTIVES:
+    if eqn.primitive in _HEAVY or eqn.effects or node_of(eqn) or eqn.primitive in COLLECTIVES:
         return True
     return any(is_heavy(e) for body in bodies(eqn) for e in body.eqns)
 
