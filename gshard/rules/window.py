@@ -19,7 +19,7 @@ and none in the paper's first case.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,13 +31,15 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
+from gshard.moving.costs import timed
 from gshard.moving.halo import window
 from gshard.moving.recompute import fetch
+from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.rule import Context, Doc, Rule, Way, register
 from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import Dim, Factors, Shape, combining
 from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Tile, rows_within
+from gshard.tensors.tile import Tile, row_bytes, rows_within
 
 NOTHING = 2**30  # as the first row that a device needs: it needs none
 
@@ -147,15 +149,50 @@ def conv_factors(eqn: JaxprEqn, split_windows: Collection[int] = ()) -> Factors:
     return Factors((tuple(lhs), tuple(rhs)), (tuple(out),), sizes, **combining(eqn, reduced))
 
 
+def halo_cost(here: Sharding, atom: Any, reaches: Reaches) -> float:
+    """What devices send so that each has the rows under its windows, one dim after the other."""
+    local, shape, sent = list(here.local_shape(atom.aval.shape)), atom.aval.shape, list[int]()
+    for dim, reach, split in reaches:
+        plan = plan_fetch(split.tiles, shape[dim], reach.starts, reach.rows, rows=local[dim])
+        sent.append(plan.sent * row_bytes(local, dim, atom.aval.dtype))
+        local[dim] = reach.rows
+    return timed(sum(sent), sum(map(bool, sent)))
+
+
+def conv_reaches(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], part: Shape, local: Shape
+) -> Iterator[tuple[int, Reach, Split]]:
+    """The rows under the windows along split spatial dims, of a `part` of the kernel."""
+    (lhs, rhs), params = shardings, eqn.params
+    (base, kernel), result = (a.aval.shape for a in eqn.invars), eqn.outvars[0].aval.shape
+    specs = zip(*(spec[2:] for spec in params["dimension_numbers"]), strict=True)
+    for i, (l, r, o) in enumerate(specs):
+        split = lhs.splits[l]
+        if split is None or 0 in (*base, *kernel, *result):
+            continue
+        stride, dilation = params["window_strides"][i], params["rhs_dilation"][i]
+        where = params["padding"][i][0], params["lhs_dilation"][i]
+        if rhs.splits[r]:
+            items = part[r], kernel[r], dilation, (result[o] - 1) * stride
+        else:
+            items = local[o], result[o], stride, (kernel[r] - 1) * dilation
+        yield i, reach_of(split.tiles, *items, *where), split
+
+
 def conv_ways(
     eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterable[Way]:
+) -> Iterator[Way]:
     """Spatial splits stay: they cost halos, and partial sums where the window is split too."""
     rhs_spec = eqn.params["dimension_numbers"][1]
     split_windows = [i for i, r in enumerate(rhs_spec[2:]) if shardings[1].splits[r]]
     factors = conv_factors(eqn, split_windows)
     spatial = [f for f in factors.sizes if f[0] == "s"]
-    return by_factors(eqn, factors, shardings, targets, kept=spatial)
+    lhs_spec = eqn.params["dimension_numbers"][0]
+    for way in by_factors(eqn, factors, shardings, targets, kept=spatial):
+        (_, (_, part)), ((_, local),) = way.how.operands, way.how.results
+        found = conv_reaches(eqn, way.operands, part, local)
+        reaches = [(lhs_spec[2 + i], reach, split) for i, reach, split in found]
+        yield way._replace(sent=halo_cost(way.operands[0], eqn.invars[0], reaches))
 
 
 def conv_local(
@@ -177,21 +214,13 @@ def conv_local(
     padding = list(params["padding"])
     kernel = rhs.array
     unaligned: Reaches = []
-    for i, (l, r, o) in enumerate(zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)):
-        split = lhs.sharding.splits[l]
-        if not split:
-            continue
-        stride, dilation = params["window_strides"][i], params["rhs_dilation"][i]
-        where = params["padding"][i][0], params["lhs_dilation"][i]
+    both = (lhs.sharding, rhs.sharding)
+    for i, reach, split in conv_reaches(eqn, both, rhs.array.shape, local):
+        l, r, o = (spec[2 + i] for spec in (lhs_spec, rhs_spec, out_spec))
         if rhs.sharding.splits[r]:
-            results = (aval.shape[o] - 1) * stride
-            part = rhs.array.shape[r]
-            reach = reach_of(split.tiles, part, rhs.shape[r], dilation, results, *where)
             # This device's part of the window behind `lead` zeros: the paper's "pad the window".
             kernel = window(place, kernel, r, -reach.lead[split.own], reach.count, 0)
         else:
-            taps = (rhs.shape[r] - 1) * dilation
-            reach = reach_of(split.tiles, local[o], aval.shape[o], stride, taps, *where)
             unaligned.append((o, reach, split))
         lhs = bring(ctx, eqn, lhs, l, reach.starts, reach.rows, 0)
         padding[i] = reach.padding

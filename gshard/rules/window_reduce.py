@@ -8,7 +8,7 @@ every device reduces those rows of each window that it has, and the parts are co
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,12 +24,21 @@ from gshard.moving.halo import window
 from gshard.moving.reductions import identity
 from gshard.rules.base.rule import Context, Doc, Rule, Way, register
 from gshard.rules.base.ways import by_factors
-from gshard.rules.window import NOTHING, Reaches, bring, existing, own_results, reach_of
+from gshard.rules.window import (
+    NOTHING,
+    Reaches,
+    bring,
+    existing,
+    halo_cost,
+    own_results,
+    reach_of,
+)
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 
 _KINDS = {p.reduce_window_sum_p: "sum", p.reduce_window_max_p: "max", p.reduce_window_min_p: "min"}
+_REDUCES = (*_KINDS, p.reduce_window_p, p.select_and_gather_add_p)
 _REDUCE = {"sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min}
 Arrays = Sequence[jax.Array]
 
@@ -60,10 +69,17 @@ def _in_parts(eqn: JaxprEqn) -> list[int]:
 
 def window_ways(
     eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterable[Way]:
+) -> Iterator[Way]:
     """Splits are kept, at the cost of halos."""
-    factors = window_factors(eqn)
-    return by_factors(eqn, factors, shardings, targets, kept=list(factors.sizes))
+    factors, reduces = window_factors(eqn), eqn.primitive in _REDUCES
+    count = len(eqn.invars) // (2 if eqn.primitive is p.reduce_window_p else 1)
+    for way in by_factors(eqn, factors, shardings, targets, kept=list(factors.sizes)):
+        (local, *_), here = [shape for _, shape in way.how.results], way.operands[0]
+        if reduces and 0 not in local:
+            reaches = _reaches(eqn, here.unsplit(_in_parts(eqn)), local)
+            sent = sum(halo_cost(here, a, reaches) for a in eqn.invars[:count])
+            way = way._replace(sent=sent)
+        yield way
 
 
 # ---------------------------------------------------------------- reduce_window
@@ -250,7 +266,6 @@ def _swap(tiles: list[Tile]) -> list[Tile]:
 
 # ---------------------------------------------------------------- the table
 
-_REDUCES = (*_KINDS, p.reduce_window_p, p.select_and_gather_add_p)
 for primitive in (*_REDUCES, p.select_and_scatter_add_p, p.select_and_scatter_p):
     local = reduce_local if primitive in _REDUCES else scatter_local
     doc = Doc(

@@ -123,6 +123,15 @@ SENT = {  # operators, with the shapes of their operands
     "barrier": (lax.optimization_barrier, M),
     "callback": (called, M),
     "cholesky": (lambda x: lax.linalg.cholesky(x, symmetrize_input=False), (16, 8, 8)),
+    "convolution": (
+        lambda x, k: lax.conv(x[None, None], k[None, None], (1, 1), "SAME")[0, 0],
+        (32, 32),
+        (3, 3),
+    ),
+    "windows": (
+        lambda x: lax.reduce_window(x, np.float32(0), lax.add, (3, 2), (2, 1), "SAME"),
+        (32, 32),
+    ),
     "solve": (lambda a, x: lax.linalg.triangular_solve(a, x, left_side=True), (16, 16), M),
 }
 
