@@ -76,7 +76,7 @@ def shown_line(frames: Sequence[tuple[str, int]]) -> str:
 
 
 def shown_path(path: str) -> str:
-    """A path relative to the working folder, if it is inside it."""
+    """A path relative to the working folder if it is inside it, a library's from its name on."""
     try:
         return _from_folder(path, os.getcwd())
     except FileNotFoundError:  # the working folder was removed
@@ -85,6 +85,10 @@ def shown_path(path: str) -> str:
 
 @cached
 def _from_folder(path: str, folder: str) -> str:
+    if _IS_LIBRARY in path:  # `linecache` finds it, as Python does
+        return path.rpartition(_IS_LIBRARY + os.sep)[2]
+    if path.startswith(str(_PACKAGE) + os.sep):  # gshard's own models
+        folder = str(_PACKAGE.parent)
     return os.path.relpath(path, folder) if path.startswith(folder + os.sep) else path
 
 

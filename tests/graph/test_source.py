@@ -1,12 +1,15 @@
 """The lines of operations: the user's own before a library's, and a library's before none."""
 
+import linecache
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from gshard.graph import source
+from gshard.nn import experts
 
 OWN, LIBRARY = "/home/user/model.py", "/venv/site-packages/library/layer.py"
 
@@ -22,12 +25,25 @@ OWN, LIBRARY = "/home/user/model.py", "/venv/site-packages/library/layer.py"
     ],
 )
 def test_an_inlined_equation_has_the_closest_line(monkeypatch, inner, outer, shown):
-    frames = {name: SimpleNamespace(file_name=name, start_line=7) for name in (OWN, LIBRARY)}
+    frames = {
+        name: SimpleNamespace(file_name=name, start_line=7, function_name="f")
+        for name in (OWN, LIBRARY)
+    }
     monkeypatch.setattr(source, "_user_frame", frames.get)
     source._closeness.cache_clear()
     (eqn,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
     call, body = (
         eqn.replace(source_info=eqn.source_info.replace(traceback=t)) for t in (outer, inner)
     )
-    assert source.source_of(source.at_line_of(call, body)) == f"{shown}:7"
+    assert source.source_of(source.at_line_of(call, body)) == f"{source.shown_path(shown)}:7"
     source._closeness.cache_clear()
+
+
+def test_paths_of_libraries_and_of_gshard_s_models_begin_with_their_names(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert source.shown_path(experts.__file__) == "gshard/nn/experts.py"
+    shown = source.shown_path(np.__file__)
+    assert shown == "numpy/__init__.py"
+    assert linecache.getlines(shown) == linecache.getlines(np.__file__)
+    assert source.shown_path(str(tmp_path / "a" / "model.py")) == "a/model.py"
+    assert source.shown_path("/elsewhere/model.py") == "/elsewhere/model.py"
