@@ -8,7 +8,7 @@ GSHARD := $(VENV)/bin/gshard
 # Bytecode is kept even where the environment says otherwise: dozens of tests start a Python.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo layer test test-all test-matrix lint format docs site clean
+.PHONY: demo layer test test-all test-matrix test-torch lint format docs site clean
 
 # Real text to BLEU: gather, train 8 experts on 8 virtual devices, evaluate, translate, report.
 # Interrupted, it continues where it stopped.
@@ -29,7 +29,7 @@ test: lint
 	$(RUN) -m pytest -n 2 --dist loadgroup
 
 test-all: lint
-	$(RUN) -m pip install --quiet --editable '.[dev,third-party,export]'
+	$(RUN) -m pip install --quiet --editable '.[dev,third-party,export,torch]'
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "slow or not slow" \
 	    --hypothesis-profile thorough
 
@@ -37,6 +37,14 @@ test-all: lint
 # of its own (JAX=0.12, JAX=newest: only that).
 test-matrix: $(VENV)/installed
 	$(RUN) -m tools.matrix $(if $(JAX),--jax $(JAX))
+
+# PyTorch's modules, and one model of Hugging Face: in an environment of its own, since the extras
+# huggingface (transformers 5) and export (transformers 4) exclude each other.
+test-torch:
+	$(PYTHON) -m venv .venvs/torch
+	.venvs/torch/bin/python -m pip install --quiet --editable '.[dev,huggingface]'
+	.venvs/torch/bin/python -m pytest -n 2 -m "slow or not slow" tests/contrib
+	.venvs/torch/bin/python -m benchmarks.torch_models llama
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff check .

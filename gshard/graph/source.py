@@ -47,7 +47,7 @@ def here() -> str:
 def site_of(eqn: JaxprEqn) -> tuple[str, str]:
     """`file:line` of the user's operation, and the name of its function."""
     frame = _user_frame(eqn.source_info.traceback)
-    return _user_line(eqn.source_info), frame.function_name if frame else ""
+    return _user_line(eqn.source_info), frame.function_name.removeprefix(MODULE) if frame else ""
 
 
 def span_of(eqn: JaxprEqn) -> tuple[str, int, int, int, int] | None:

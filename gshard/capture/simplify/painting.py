@@ -73,4 +73,11 @@ def _slicing(eqn: JaxprEqn, layer: Layer) -> list[JaxprEqn]:
     if shape == result.aval.shape:
         made[-1] = made[-1].replace(outvars=[result])
         return made
-    return [*made, reshaped(eqn, made[-1].outvars[0], result)]
+    if all(axis.dim is not None or axis.rows == 1 for axis in layer.axes):
+        return [*made, reshaped(eqn, made[-1].outvars[0], result)]
+    # A dim that the source has not: a lookup at known places, the same for all rows of a batch.
+    dims = tuple(d for d, axis in enumerate(layer.axes) if axis.dim is not None)
+    window = Var(aval.update(shape=tuple(layer.axes[d].rows for d in dims)))
+    made.append(reshaped(eqn, made[-1].outvars[0], window))
+    params = {"shape": result.aval.shape, "broadcast_dimensions": dims, "sharding": None}
+    return [*made, replacing(eqn, p.broadcast_in_dim_p, [window], result, **params)]

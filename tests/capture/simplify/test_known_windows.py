@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gshard
 from tests.oracle import check, even_split, kinds, random_array
 
 B, N, K, M = 16, 12, 3, 4
@@ -49,3 +50,17 @@ def test_other_indices_are_looked_up_as_they_are(rows):
         return x[rows()[:, None], i[: len(rows())]]
 
     check(fn, x, i.astype(np.int32), inputs=BATCH, exact=True)
+
+
+def test_a_lookup_that_is_the_same_in_every_row_of_a_batch():
+    """The learned positions of a BART: known places of the table, broadcast over the batch."""
+
+    def f(table, x):
+        places = jnp.broadcast_to(jnp.arange(6) + 2, (16, 6))
+        return gshard.split(x, 0, 8) + table.at[places].get(mode="promise_in_bounds")
+
+    table = jax.random.normal(jax.random.key(0), (12, 4))
+    x = jnp.ones((16, 6, 4))
+    lowered = gshard.jit(f).lower(table, x)
+    assert not list(lowered.collectives)
+    np.testing.assert_array_equal(lowered.compile()(table, x), x + table[2:8])
