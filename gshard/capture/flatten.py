@@ -69,11 +69,11 @@ def spec_of_type(named: NamedSharding) -> NamedSharding | None:
     return NamedSharding(named.mesh, PartitionSpec(*entries))
 
 
-def inline(closed: ClosedJaxpr, order: DeviceOrder) -> ClosedJaxpr:
-    """The flat program of a traced one."""
+def inline(closed: ClosedJaxpr, order: DeviceOrder, as_meant: bool = False) -> ClosedJaxpr:
+    """The flat program of a traced one; pipelines are left, or the layers in order (`as_meant`)."""
     closed = discharge_refs(closed)
     live = ClosedJaxpr(drop_unused(closed.jaxpr), closed.consts)
-    return _Builder(order).body(live, results=True)
+    return _Builder(order, as_meant=as_meant).body(live, results=True)
 
 
 def mesh_in(closed: ClosedJaxpr) -> Mesh | None:
@@ -96,9 +96,13 @@ class _Builder:
     """Copies equations with fresh variables, collecting the constants of inlined calls."""
 
     def __init__(
-        self, order: DeviceOrder, axes: NamedAxes | None = None, region: Region | None = None
+        self,
+        order: DeviceOrder,
+        axes: NamedAxes | None = None,
+        region: Region | None = None,
+        as_meant: bool = False,
     ):
-        self.order = order
+        self.order, self.as_meant = order, as_meant
         self.axes = axes  # of the enclosing `jax.shard_map`, over all axes of its mesh
         self.region = region  # the enclosing one over some axes of its mesh
         self.eqns: list[JaxprEqn] = []
@@ -157,10 +161,13 @@ class _Builder:
             return self.append(eqn, invars, [_fresh(v) for v in eqn.outvars], *found)
         if (expanded := expand(eqn)) is not None:
             return self.inline(expanded, invars)
+        if self.as_meant and eqn.primitive in MEANINGS:
+            return self.inline(MEANINGS[eqn.primitive](eqn), invars, eqn)
         outvars = [_fresh(v) for v in eqn.outvars]
         if eqn.primitive in LOOPS or eqn.primitive in MEANINGS:
             eqn = map_bodies(
-                eqn, lambda body: _Builder(self.order, self.axes, self.region).body(body)
+                eqn,
+                lambda body: _Builder(self.order, self.axes, self.region, self.as_meant).body(body),
             )
         params = dict(eqn.params)
         own = [params[k] for k in _OWN_SHARDING if isinstance(params.get(k), NamedSharding)]

@@ -63,7 +63,7 @@ def capture(
     traced: jax.stages.Traced, order: DeviceOrder, variant: Variant, history: History
 ) -> Captured:
     """The flat program of a traced function: calls inlined, logical shapes, normal forms."""
-    original = inline(traced.jaxpr, order)
+    original = inline(traced.jaxpr, order, as_meant=bool(variant.passes))
     names = _argument_names(traced, len(original.jaxpr.invars))
     types = _jax.discharge_refs(traced.jaxpr).out_avals  # as `jax.jit`: a `jax.new_ref(0.)` is weak
     kept = (traced.fun_name, names, tuple(_jax.closed_over(traced)), tuple(types))

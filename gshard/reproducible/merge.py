@@ -181,7 +181,8 @@ def _reduced_after(eqn: JaxprEqn, graph: Graph, zeros: set[Any]) -> list[JaxprEq
         zero = Literal(np.zeros((), start.aval.dtype), ShapedArray((), start.aval.dtype))
         before.append(filling(eqn, zero, start))
         began = eqn.invars[first + found.number]
-        added = [] if began in zeros or graph.fill(began) == 0 else [began]
+        known = not isinstance(began, Literal) and began in zeros
+        added = [] if known or graph.fill(began) == 0 else [began]
         after += _total(eqn, found, total, added, eqn.outvars[found.number])
     zeros |= {made.outvars[0] for made in before}
     return [*before, *_reduced_after(loop, graph, zeros), *after]

@@ -140,3 +140,15 @@ def test_what_a_lowered_program_says_of_its_pipelines():
     assert loops == [(55 - 16, 16)] * 2  # its head, and W; 7 ticks are left
     assert 55 in {e.params["length"] for e in lowered.jaxpr.eqns if e.primitive.name == "scan"}
     assert 'class="op-W"' in lowered.page()
+
+
+@pytest.mark.slow
+def test_reproducible_bits_are_those_of_one_device():
+    """Any order of stages rounds otherwise: the layers run in order on all devices."""
+    arguments = make_dense(layers=3, batch=8)
+    step = jax.value_and_grad(piped(dense, stages=2, microbatches=2))
+    found = [
+        gshard.jit(step, devices=jax.devices()[:count], reproducible=True)(*arguments)
+        for count in (1, 4)
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), *map(jax.device_get, found))
