@@ -31,8 +31,9 @@ def prove(fun: Callable[..., Any], /, *shapes: Any, **keywords: Unpack[JitKeywor
     As `gshard.check`, at random arguments of these shapes (`jax.ShapeDtypeStruct`s, or arrays), for
     the mesh that the program will run on: `devices=2048` needs no hardware. Sizes are made as small
     as the same plan allows, even ones stay even and uneven ones uneven; `Report.sizes` has them.
+    Integers are those of arrays among `shapes` where sizes stay, and small random ones otherwise.
     """
-    return _jitted("prove", fun, keywords).lower(*shapes).prove()
+    return _jitted("prove", fun, keywords).lower(*shapes).prove(*shapes)
 
 
 def _jitted(name: str, fun: Callable[..., Any], keywords: Mapping[str, Any]) -> Jitted[Any, Any]:

@@ -23,18 +23,24 @@ def at_values(emitted: Emitted, arguments: Sequence[Any]) -> Iterator[list[Value
         yield [drawn(x, x.dtype, rng) for x in values]
 
 
-def at_random(emitted: Emitted) -> Iterator[list[Value]]:
-    """Random numbers of the arguments' types; constants that the function closes over stay."""
+def at_random(emitted: Emitted, given: Sequence[Any] = ()) -> Iterator[list[Value]]:
+    """Random numbers of the arguments' types; constants that the function closes over stay.
+
+    Integers are taken from what is `given`, where that has arrays of their shapes.
+    """
     variables = emitted.unpartitioned.jaxpr.invars
     for seed in itertools.count():
         rng = np.random.default_rng(seed)
         own = [drawn(x, x.dtype, rng) for x in map(logical, emitted.consts)]
-        yield own + [_random(v.aval, rng) for v in variables[len(own) :]]
+        arguments = itertools.zip_longest(variables[len(own) :], given)
+        yield own + [_random(v.aval, x, rng) for v, x in arguments]
 
 
-def _random(aval: Any, rng: np.random.Generator) -> Value:
+def _random(aval: Any, given: Any, rng: np.random.Generator) -> Value:
     if is_float(aval.dtype):
         return generic(aval.shape, rng)
+    if hasattr(given, "__array__") and given.shape == aval.shape:
+        return constant(logical(given))
     if is_key_type(aval.dtype):
         key = jax.random.key(rng.integers(2**31), impl=aval.dtype._impl.name)
         return constant(jax.random.split(key, aval.shape) if aval.shape else key)

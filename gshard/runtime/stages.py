@@ -146,11 +146,12 @@ class Lowered(Stage):
         emitted = self._own().emitted
         return check_program(emitted, at_values(emitted, arrays))
 
-    def prove(self) -> Report:
+    def prove(self, *args: Any, **kwargs: Any) -> Report:
         """Whether every value equals that of the unpartitioned program, at random arguments.
 
         It runs on the host, for all devices in lockstep. Sizes are made as small as the same plan
-        allows; `Report.sizes` has them. See `gshard.prove`.
+        allows; `Report.sizes` has them. Integers are taken from arrays among the arguments given
+        here, where sizes stay. See `gshard.prove`.
         """
         lowered, same_plan = self, True
         sizes: dict[int, int] = {}
@@ -159,7 +160,8 @@ class Lowered(Stage):
             tiles = tiles_by_size(self._own().arranged.seen.held)
             lowered, sizes, same_plan = reduced(self.resized, self, taken, tiles)
         emitted = lowered._own().emitted
-        report = check_program(emitted, at_random(emitted))
+        given = [x for x in jax.tree.leaves((args, kwargs)) if _jax.is_array_like(x)]
+        report = check_program(emitted, at_random(emitted, given))
         return replace(report, sizes=sizes, same_plan=same_plan)
 
     def _elements(self) -> int:
