@@ -261,6 +261,8 @@ def apart(layers: Sequence[Layer], shape: Sequence[int]) -> Sequence[Layer]:
     (dim,) = cut
     if not all(layer.axes[dim].step == 1 for layer in layers):
         return layers
+    if len(layers) > _FEW and layers[0].is_constant:  # which would be as many pieces
+        return layers
     found: list[Layer] = []
     free = [(0, shape[dim])]  # the rows that no later layer has
     for layer in reversed(layers):

@@ -101,6 +101,7 @@ class Painting:
         self.local = result.local_shape(row_map.shape)
         self.shared = shared  # whether rows may be fetched for other readers too
         self.arrays: list[jax.Array] = []
+        self.on_tile: dict[tuple[Split, int], jax.Array] = {}  # whether a device has a tile
         self.fetched: dict[Any, int] = {}  # the numbers of arrays, by what they are fetched for
 
     def run(self, tiles: Mapping[int, Tile]) -> jax.Array:
@@ -200,10 +201,11 @@ class Painting:
         return Layer(self.fetched[key], part.base, part.axes), _all_of(masks)
 
     def _on_tile(self, split: Split, number: int) -> Mask:
-        def mask(shape: Sequence[int]) -> jax.Array:
-            return jnp.broadcast_to(self.ctx.place.lookup(split.own) == number, shape)
-
-        return mask
+        """A mask of everything on the holders of a tile: a scalar."""
+        if (split, number) not in self.on_tile:
+            here = jnp.asarray(self.ctx.place.lookup(split.own))
+            self.on_tile[split, number] = lax.eq(here, jnp.int32(number))
+        return lambda shape: self.on_tile[split, number]
 
     def _within(self, split: Split, dim: int, axis: Axis) -> Mask:
         """A mask of the rows of an axis, in this device's tile."""
@@ -308,12 +310,16 @@ class Painting:
 
 
 def _all_of(masks: Sequence[Mask]) -> Mask:
-    if not masks:
-        return None
-    return lambda shape: functools.reduce(lax.bitwise_and, [m(shape) for m in masks if m])
+    return _joined(lax.bitwise_and, masks) if masks else None
 
 
 def _any_of(masks: Sequence[Mask]) -> Mask:
-    if None in masks:
-        return None
-    return lambda shape: functools.reduce(lax.bitwise_or, [m(shape) for m in masks if m])
+    return None if None in masks else _joined(lax.bitwise_or, masks)
+
+
+def _joined(by: Any, masks: Sequence[Mask]) -> Mask:
+    if len(masks) == 1:
+        return masks[0]
+    return lambda shape: functools.reduce(
+        by, [jnp.broadcast_to(m(shape), shape) for m in masks if m]
+    )

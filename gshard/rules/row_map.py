@@ -271,7 +271,7 @@ def _for_all_slices(ctx: Context, eqn: JaxprEqn, row_map: RowMap, tile: Tile) ->
         return min([price(w, other, [here], wanted) for w in split], default=np.inf)
 
     gathered = sum(step.bytes for step in plan_reshard(here, whole, tile.shape, dtype))
-    if 0 < gathered < ctx.over_slices(eqn.invars[0], (here, *moving), sent):
+    if 0 < gathered <= ctx.over_slices(eqn.invars[0], (here, *moving), sent):
         return ctx.reshard(tile, whole, Reason("operand", "slice"))
     return tile
 

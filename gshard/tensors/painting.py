@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import primitives as p
 
 from gshard.graph.row_map import Axis, Layer, cut_dims
 from gshard.tensors import padding
@@ -90,9 +91,12 @@ def _over(below: jax.Array, layer: Layer, x: jax.Array, mask: Mask) -> jax.Array
             lax.rem(lax.broadcasted_iota(np.int32, x.shape, d), np.int32(steps[d])) == 0
             for d in gaps
         ]
-        inside += [mask(x.shape)] if mask else []
+        if mask:
+            found = mask(x.shape)  # for all elements, or a scalar
+            inside.append(jnp.broadcast_to(found, x.shape) if gaps else found)
         there = below if covers else lax.slice(below, starts, limits)
         x = lax.select(functools.reduce(lax.bitwise_and, inside), x, there)
     if covers:
         return x
-    return lax.dynamic_update_slice(below, x, [np.int32(a) for a in starts])
+    # Without the equations by which `lax` wraps offsets that are negative.
+    return p.dynamic_update_slice_p.bind(below, x, *[np.int32(a) for a in starts])

@@ -64,11 +64,12 @@ class _Padded:
             sums = (e for e in graph.eqns if _is_sum(e) or _is_scale(e))
             self.sums = {e.outvars[0] for e in sums if e.outvars[0] not in maps}
         before = -1
-        while len(self.sums) != before:
+        while len(self.sums) != before:  # each depends on what it reads, and on who reads it
             before = len(self.sums)
-            for eqn in reversed(graph.eqns):
+            for eqn in itertools.chain(graph.eqns, reversed(graph.eqns)):
                 if eqn.outvars and eqn.outvars[0] in self.sums and not self._is_one(eqn):
                     self.sums.remove(eqn.outvars[0])
+        self.depths = self._depths() if self.sums else {}
 
     def _is_one(self, eqn: JaxprEqn) -> bool:
         (out,), scale = eqn.outvars, _is_scale(eqn)
@@ -77,8 +78,7 @@ class _Padded:
         if scale and self.graph.uses(out) > 1:  # a tensor that is moved as it is
             return False
         if not read or not all(
-            v in self.sums or (v in self.maps and (not scale or _is_padded(self.maps[v])))
-            for v in users
+            v in self.sums or (v in self.maps and (not scale or self._pads(v, out))) for v in users
         ):
             return False
         return scale or all(map(self._is_term, eqn.invars))
@@ -87,6 +87,10 @@ class _Padded:
         if atom not in self.maps:
             return atom in self.sums
         return _is_padded(self.maps[atom]) or self._source(atom) in self.sums
+
+    def _pads(self, var: Any, source: Any) -> bool:
+        """Whether a tensor is another one, padded by less than as much again."""
+        return _is_padded(self.maps[var]) and var.aval.size <= 2 * source.aval.size
 
     def _source(self, var: Any) -> Any:
         """The tensor that one consists of windows of, through all maps between."""
@@ -98,22 +102,29 @@ class _Padded:
 
     def as_sum(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """An equation, or the sum of windows that it is."""
-        if len(eqn.outvars) != 1 or not self._reads_sums(out := eqn.outvars[0], top=True):
+        if len(eqn.outvars) != 1 or not 0 < self.depths.get(out := eqn.outvars[0], 0) < _MOST:
             return [eqn]
         found = self._terms(out, [entire(out, out.aval.shape)], (), True)
         terms = list(itertools.islice(found, _MOST))
         return _added(eqn, _merged(terms)) if len(terms) < _MOST else [eqn]
 
-    def _reads_sums(self, var: Any, top: bool = False) -> bool:
-        """Whether the terms of a sum are terms of sums of padded tensors."""
-        if var in self.maps:
-            return self._reads_sums(self._source(var))
-        if var in self.sums:
-            return True
-        maker = self.graph.maker(var)
-        if maker is None or not _is_sum(maker) or not (top or self.graph.uses(var) == 1):
-            return False
-        return any(self._reads_sums(a) for a in maker.invars)
+    def _depths(self) -> dict[Any, int]:
+        """The operators between tensors and those of the sums that they are windows or sums of."""
+        found: dict[Any, int] = {}
+        for eqn in self.graph.eqns:
+            if len(eqn.outvars) != 1:
+                continue
+            (out,) = eqn.outvars
+            operands: list[Any] = []
+            if out in self.maps:
+                operands = [layer.source for layer in self.maps[out] if not layer.is_constant]
+            elif out in self.sums or _is_sum(eqn):
+                operands = [a for a in eqn.invars if not isinstance(a, Literal)]
+                operands = [a for a in operands if a in self.sums or self.graph.uses(a) == 1]
+            depth = max([found.get(a, 0) for a in operands], default=0)
+            if depth or out in self.sums:
+                found[out] = depth + 1
+        return found
 
     def _terms(
         self, var: Any, windows: Sequence[Layer], scales: tuple[JaxprEqn, ...], top: bool = False

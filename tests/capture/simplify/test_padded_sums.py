@@ -71,3 +71,21 @@ def test_values(mode):
     program = compose_row_maps(jax.make_jaxpr(jax.grad(loss))(u))
     (found,) = jax.jit(jaxpr_as_fun(program))(u)
     np.testing.assert_allclose(found, jax.grad(loss)(u), rtol=1e-5, atol=1e-5)
+
+
+def test_few_rows_are_scaled_before_they_are_padded():
+    text = composed(lambda x: jax.lax.pad(x[:1] * 2, 0.0, ((3, 4, 0), (0, 0, 0))), X)
+    assert "f32[1,2] = mul" in text
+    assert "f32[8,2] = mul" not in text
+
+
+def test_long_sums_of_padded_tensors():
+    """As many terms as recursion would not reach."""
+
+    def fn(x):
+        total = jax.lax.pad(x, 0.0, ((1, 1, 0), (0, 0, 0)))
+        for k in range(1200):
+            total += jax.lax.pad(x, 0.0, ((k % 3, 2 - k % 3, 0), (0, 0, 0)))
+        return total[1:-1]
+
+    assert composed(fn, X).count("= add") == 1200
