@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +27,16 @@ from gshard.capture.calls import (
 )
 from gshard.capture.flatten import mesh_in
 from gshard.capture.partners import advising, watched
-from gshard.capture.placement import DeviceOrder, device_order, layouts, mesh_of, with_shardings
+from gshard.capture.placement import (
+    DeviceOrder,
+    device_order,
+    layouts,
+    mesh_of,
+    symbolic,
+    with_shardings,
+)
 from gshard.capture.stage import USUAL
+from gshard.checking.smaller import with_sizes
 from gshard.forecast import Hardware
 from gshard.forecast.hardware import accelerator
 from gshard.forecast.hardware import hardware as hardware_of
@@ -137,6 +147,7 @@ class Jitted(Generic[P, R]):
         self._traces = jax.jit(with_static_results(self._fun), **keywords.of_jax)
         self._known = _jax.jit_info(self._traces)
         self._with_leaves: dict[Any, Jitted[..., Any]] = {}
+        self._own = weakref.WeakKeyDictionary[Lowered, Lowered]()
         self._closed_over: dict[Any, list[Any]] = {}  # references, by the same keys
         self._quick = _jax.quick_call(
             fun, self._cache_miss, self._known, (options, keywords.key(self._known))
@@ -188,7 +199,7 @@ class Jitted(Generic[P, R]):
         sharding constraints instead, for XLA to partition when a size is known.
         """
         _, leaves = _jax.parse_arguments(self._known, args, kwargs)
-        if all(isinstance(n, int) for leaf in leaves for n in getattr(leaf, "shape", ())):
+        if symbolic(leaves) is None:
             return self.lower(*args, **kwargs).logical()
         inlined = jax.jit(lambda *args, **kwargs: self._inlined(args, kwargs, leaves))
         return inlined.trace(*args, **kwargs)
@@ -251,18 +262,17 @@ class Jitted(Generic[P, R]):
             if refs := refs_of(traced):
                 return self._of_refs(traced).lower(*refs, *leaves)
             lowered = self._lower(traced, order, mesh, leaves, static)
-        given = self._structs(args), self._structs(kwargs)
-        lowered.resized = lambda sizes, times: self._resized(*given, sizes, times)
-        return lowered.named(names_of(leaves))
+        if (
+            lowered not in self._own
+        ):  # a copy: what is kept for a program must not keep its function
+            given = self._structs(args), self._structs(kwargs)
+            self._own[lowered] = copy.copy(lowered)
+            self._own[lowered].resized = functools.partial(self._resized, *given)
+        return self._own[lowered].named(names_of(leaves))
 
     def _resized(self, args: Any, kwargs: Any, sizes: dict[int, int], times: int) -> Lowered:
         """The program for arguments of sizes that are so many times smaller."""
-
-        def smaller(x: Any) -> Any:
-            is_array = isinstance(x, jax.ShapeDtypeStruct)
-            return x.update(shape=tuple(sizes.get(n, n) for n in x.shape)) if is_array else x
-
-        args, kwargs = jax.tree.map(smaller, (args, kwargs))
+        args, kwargs = with_sizes((args, kwargs), sizes)
         options = replace(self.options, shrunk=times)
         return Jitted(self._keywords, options, self.__wrapped__).lower(*args, **kwargs)  # type: ignore[attr-defined]
 
@@ -270,12 +280,11 @@ class Jitted(Generic[P, R]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> tuple[jax.stages.Traced, DeviceOrder, Mesh | None]:
         """The traced function, the devices, and the mesh of the arguments or in the program."""
-        for shape in (getattr(leaf, "shape", ()) for leaf in leaves):
-            if not all(isinstance(n, int) for n in shape):
-                raise ValueError(
-                    f"gshard.jit plans tiles for known sizes, and an argument has the shape "
-                    f"({', '.join(map(str, shape))}): jax.export takes it"
-                )
+        if (shape := symbolic(leaves)) is not None:
+            raise ValueError(
+                "gshard.jit plans tiles for known sizes, and an argument has the shape "
+                f"({', '.join(map(str, shape))}): jax.export takes it"
+            )
         mesh = mesh_of([*leaves, *self._keywords.shardings])
         order = self._order(mesh)
         self.options.check_count(order.count)

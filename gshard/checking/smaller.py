@@ -12,12 +12,24 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from gshard.moving.seen import Held
 
 Sizes = dict[int, int]
 Resized = Callable[[Sizes, int], Any]  # a lowering for other sizes, so many times smaller
 _TIMES = (256, 64, 16, 4)  # smaller than before: what is tried
 _SMALL = 8  # sizes up to this stay
+
+
+def with_sizes(tree: Any, sizes: Sizes) -> Any:
+    """The types of arrays with other sizes; all else as it is."""
+
+    def smaller(x: Any) -> Any:
+        is_array = isinstance(x, jax.ShapeDtypeStruct)
+        return x.update(shape=tuple(sizes.get(n, n) for n in x.shape)) if is_array else x
+
+    return jax.tree.map(smaller, tree)
 
 
 def tiles_by_size(held: Mapping[Any, Sequence[Held]]) -> dict[int, int]:

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import gshard
 from gshard.commands.options import Json
 
 _FLAGS = ("JAX_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "GSHARD_")
@@ -39,11 +40,12 @@ def report() -> dict[str, Any]:
     from gshard.forecast.hardware import present
 
     cache = jax.config.jax_compilation_cache_dir
-    packages = ("gshard", "jax", "jaxlib", "numpy", "flax", "equinox", "optax")
+    packages = ("jax", "jaxlib", "numpy", "flax", "equinox", "optax")
     return {
         "system": f"Python {platform.python_version()}, {platform.platform()}",
         "processors": f"{os.cpu_count()}, {_gigabytes(_memory())} of memory",
-        "versions": {name: version for name in packages if (version := _version(name))},
+        "versions": {"gshard": gshard.__version__}
+        | {name: version for name in packages if (version := _version(name))},
         "devices": _devices(),
         "hardware": f"{present().name} (times of gshard explain, unless --hardware names another)",
         "extras": _extras(),

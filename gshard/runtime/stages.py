@@ -51,7 +51,7 @@ class Lowered(Stage):
         self._program = program
         self.trees = trees
         self._planned_for = hardware
-        self._compiled: Compiled | None = None
+        self._compiled: list[Compiled] = []  # once, for copies of this too
         self.resized: Resized | None = None
 
     def named(self, names: Sequence[str]) -> Lowered:
@@ -286,9 +286,9 @@ class Lowered(Stage):
         """The program, compiled by XLA for its devices."""
         if compiler_options:
             return Compiled(self._program, self.trees, compiler_options)
-        if self._compiled is None:
-            self._compiled = Compiled(self._program, self.trees)
-        return self._compiled
+        if not self._compiled:
+            self._compiled.append(Compiled(self._program, self.trees))
+        return self._compiled[0]
 
     def logical(self) -> jax.stages.Traced:
         """The program as JAX's own stage, from logical arguments to logical results.

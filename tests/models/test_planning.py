@@ -89,7 +89,7 @@ def test_the_command_prints_json_for_programs(tiny):
 def test_a_mistake_is_one_line(capsys):
     with pytest.raises(SystemExit):
         main(["forecast", "tiny", "--hardware", "h1000"])
-    assert "known are cpu, h100" in capsys.readouterr().err
+    assert "known are a100-40, a100-80" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
