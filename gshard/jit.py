@@ -23,18 +23,12 @@ from gshard.capture.calls import (
     on_refs,
     on_values,
     refs_of,
+    structs,
     with_static_results,
 )
 from gshard.capture.flatten import mesh_in
 from gshard.capture.partners import advising, watched
-from gshard.capture.placement import (
-    DeviceOrder,
-    device_order,
-    layouts,
-    mesh_of,
-    symbolic,
-    with_shardings,
-)
+from gshard.capture.placement import DeviceOrder, device_order, layouts, mesh_of, with_shardings
 from gshard.capture.stage import USUAL
 from gshard.checking.smaller import with_sizes
 from gshard.forecast import Hardware
@@ -199,7 +193,7 @@ class Jitted(Generic[P, R]):
         sharding constraints instead, for XLA to partition when a size is known.
         """
         _, leaves = _jax.parse_arguments(self._known, args, kwargs)
-        if symbolic(leaves) is None:
+        if _jax.symbolic(leaves) is None:
             return self.lower(*args, **kwargs).logical()
         inlined = jax.jit(lambda *args, **kwargs: self._inlined(args, kwargs, leaves))
         return inlined.trace(*args, **kwargs)
@@ -265,7 +259,7 @@ class Jitted(Generic[P, R]):
         if (
             lowered not in self._own
         ):  # a copy: what is kept for a program must not keep its function
-            given = self._structs(args), self._structs(kwargs)
+            given = structs(self._known, args), structs(self._known, kwargs)
             self._own[lowered] = copy.copy(lowered)
             self._own[lowered].resized = functools.partial(self._resized, *given)
         return self._own[lowered].named(names_of(leaves))
@@ -280,7 +274,7 @@ class Jitted(Generic[P, R]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> tuple[jax.stages.Traced, DeviceOrder, Mesh | None]:
         """The traced function, the devices, and the mesh of the arguments or in the program."""
-        if (shape := symbolic(leaves)) is not None:
+        if (shape := _jax.symbolic(leaves)) is not None:
             raise ValueError(
                 "gshard.jit plans tiles for known sizes, and an argument has the shape "
                 f"({', '.join(map(str, shape))}): jax.export takes it"
@@ -289,7 +283,7 @@ class Jitted(Generic[P, R]):
         order = self._order(mesh)
         self.options.check_count(order.count)
         with tracing_for(order, self.options.target(order.devices)):
-            traced = self._traces.trace(*self._structs(args), **self._structs(kwargs))
+            traced = self._traces.trace(*structs(self._known, args), **structs(self._known, kwargs))
         return traced, order, mesh or mesh_in(traced.jaxpr)
 
     def _lower(
@@ -315,18 +309,6 @@ class Jitted(Generic[P, R]):
         lowered = Lowered(program, trees, hardware)
         before.append((given, lowered))
         return lowered
-
-    def _structs(self, arguments: Any) -> Any:
-        """The arguments' types, which keep no array alive."""
-        static = (*self._known.static_argnums, *self._known.static_argnames)
-        if isinstance(arguments, dict):
-            structs = functools.partial(jax.tree.map, _jax.struct_of)
-            return {k: v if k in static else structs(v) for k, v in arguments.items()}
-        count = len(arguments)
-        fixed = {n % count if n < 0 else n for n in static if isinstance(n, int)} if count else ()
-        return tuple(
-            a if i in fixed else jax.tree.map(_jax.struct_of, a) for i, a in enumerate(arguments)
-        )
 
     def _order(self, mesh: Mesh | None) -> DeviceOrder:
         """The devices, in the order in which they are numbered."""

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from gshard import _jax
 from gshard._jax import closed_over, is_array_like, is_ref
 
 
@@ -271,3 +272,16 @@ def _check_hash(mark: Static) -> None:
             "is not hashable, so gshard.jit could not detect changes; pass its arrays, or "
             "a hashable value (a tuple instead of a list)"
         ) from None
+
+
+def structs(known: Any, arguments: Any) -> Any:
+    """The arguments' types, which keep no array alive; static ones as they are."""
+    static = (*known.static_argnums, *known.static_argnames)
+    if isinstance(arguments, dict):
+        of = functools.partial(jax.tree.map, _jax.struct_of)
+        return {k: v if k in static else of(v) for k, v in arguments.items()}
+    count = len(arguments)
+    fixed = {n % count if n < 0 else n for n in static if isinstance(n, int)} if count else ()
+    return tuple(
+        a if i in fixed else jax.tree.map(_jax.struct_of, a) for i, a in enumerate(arguments)
+    )

@@ -218,12 +218,6 @@ def _is_sharding(x: Any) -> bool:
     return x is None or isinstance(x, (PartitionSpec, jax.sharding.Sharding, Sharding, Format))
 
 
-def symbolic(leaves: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The first shape among the arguments with a size that is not known, as `jax.export` has."""
-    shapes = (getattr(leaf, "shape", ()) for leaf in leaves)
-    return next((s for s in shapes if not all(isinstance(n, int) for n in s)), None)
-
-
 def layouts(
     jaxpr: Jaxpr, leaves: Sequence[Any], order: DeviceOrder
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
