@@ -254,7 +254,8 @@ class Painting:
             moves = self.map.moves([n for n in layers if n.source == layer.source], dim)
         key = (key, dim, moves or (axis, base))
         array, reason, place = self._known(key), self._reason(dim), self.ctx.place
-        hull = self._hull(layer.source, dim) if axis.is_run and len(moves) < 2 else None
+        alone = axis.is_run and axis.rows > 1 and len(moves) < 2
+        hull = self._hull(layer.source, dim, base - axis.at) if alone else None
         if array is not None:
             pass
         elif len(moves) > 1 and split:
@@ -287,13 +288,13 @@ class Painting:
                     found.append((layer.base[dim] - axis.at, rows))
         return found
 
-    def _hull(self, number: int, dim: int) -> tuple[np.ndarray, int] | None:
-        """The rows that all row maps of a source read, if that sends less than one by one."""
+    def _hull(self, number: int, dim: int, by: int) -> tuple[np.ndarray, int] | None:
+        """The rows that all row maps of a source read, these too, if one by one sends more."""
         split, tile = self.splits[dim], self.tiles[number]
         if split is None or not tile.sharding.splits[dim]:
             return None
         found = dict.fromkeys(self._shifts(number, dim))
-        if len(found) < 2:
+        if len(found) < 2 or (by, self.local[dim]) not in found:
             return None
         first = np.arange(split.tiles)
         starts = [first * rows + by for by, rows in found]

@@ -227,3 +227,13 @@ def test_few_copies_are_painted_and_many_are_made_of_a_gathered_tensor():
     assert sent(lowered) == 3 * 3 * 4  # a row of each copy
     lowered = check(many, x, exact=True, inputs=how, outputs=how)
     assert sent(lowered) == 7 * 3 * 4
+
+
+def test_rolls_along_two_split_dims():
+    """The single row that goes round is not among the rows that all readers fetch at once."""
+    tiles = np.arange(8).reshape(4, 2)
+
+    def fn(b):
+        return jnp.roll(b, (1, 1), (0, 1)) + 2 * jnp.roll(b, (1, -1), (0, 1)) + jnp.roll(b, -1, 1)
+
+    check(fn, random_array((24, 16)), inputs=[tiles], outputs=[tiles])
