@@ -398,9 +398,3 @@ __all__ = [  # of JAX's own names
     "scatter_sub_p", "shard_map_p", "sharding_constraint_p", "source_info_util", "split_p",
     "stack_p", "tile_p", "unstack_p",
 ]  # fmt: skip
-
-
-def symbolic(leaves: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The first shape among the arguments with a size that is not known, as `jax.export` has."""
-    shapes = (getattr(leaf, "shape", ()) for leaf in leaves)
-    return next((s for s in shapes if not all(isinstance(n, int) for n in s)), None)

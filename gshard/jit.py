@@ -24,6 +24,7 @@ from gshard.capture.calls import (
     on_values,
     refs_of,
     structs,
+    symbolic,
     with_static_results,
 )
 from gshard.capture.flatten import mesh_in
@@ -193,7 +194,7 @@ class Jitted(Generic[P, R]):
         sharding constraints instead, for XLA to partition when a size is known.
         """
         _, leaves = _jax.parse_arguments(self._known, args, kwargs)
-        if _jax.symbolic(leaves) is None:
+        if symbolic(leaves) is None:
             return self.lower(*args, **kwargs).logical()
         inlined = jax.jit(lambda *args, **kwargs: self._inlined(args, kwargs, leaves))
         return inlined.trace(*args, **kwargs)
@@ -274,7 +275,7 @@ class Jitted(Generic[P, R]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> tuple[jax.stages.Traced, DeviceOrder, Mesh | None]:
         """The traced function, the devices, and the mesh of the arguments or in the program."""
-        if (shape := _jax.symbolic(leaves)) is not None:
+        if (shape := symbolic(leaves)) is not None:
             raise ValueError(
                 "gshard.jit plans tiles for known sizes, and an argument has the shape "
                 f"({', '.join(map(str, shape))}): jax.export takes it"

@@ -285,3 +285,9 @@ def structs(known: Any, arguments: Any) -> Any:
     return tuple(
         a if i in fixed else jax.tree.map(_jax.struct_of, a) for i, a in enumerate(arguments)
     )
+
+
+def symbolic(leaves: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The first shape among the arguments with a size that is not known, as `jax.export` has."""
+    shapes = (getattr(leaf, "shape", ()) for leaf in leaves)
+    return next((s for s in shapes if not all(isinstance(n, int) for n in s)), None)

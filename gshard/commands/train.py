@@ -113,10 +113,8 @@ def train(
             hosts.wait_for_all("the run's folder")
             run = Run.open(folder)
             with TrainDisplay() as display:
-                if checked is not None:
-                    raise typer.Exit(_check(run, checked, display))
-                if proved:
-                    raise typer.Exit(_check(run, None, display))
+                if proved or checked is not None:
+                    raise typer.Exit(_check(run, None if proved else checked, display))
                 failed_saves.silence_orbax_after_failure()
                 intruder = held.intruder if held else lambda: ""
                 outcome = loop.train(run, display, back_to, reporter, intruder, keeps_step=True)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gshard.checking.replaying.collectives import NAMES
+from gshard.checking.replaying.collectives import RUN_TOGETHER
 from gshard.checking.replaying.lockstep import Lockstep
+from gshard.checking.replaying.on_host import OnEach
 from gshard.graph.reason import Reason
 from gshard.moving.collectives import all_gather, reduce_scatter
 from gshard.moving.halo import Halo, collect
@@ -28,7 +29,7 @@ def on_all(run, tiles):
     count = len(tiles)
     place = Place(("d",), count, planned=False)
     traced = jax.make_jaxpr(lambda x: run(place, x), axis_env=[("d", count)])(tiles[0])
-    running, sent = Lockstep({"d": count}).run(traced, [list(tiles)]), 0
+    running, sent = Lockstep({"d": count}, OnEach(count)).run(traced, [list(tiles)]), 0
     while True:
         try:
             event = next(running)
@@ -36,7 +37,7 @@ def on_all(run, tiles):
             return [np.asarray(x) for x in end.value[0]], sent
         if event.eqn is not None and event.eqn.primitive.name == "ppermute":
             sent += np.asarray(event.values[0][0]).nbytes
-        elif event.eqn is not None and event.eqn.primitive.name in NAMES:
+        elif event.eqn is not None and event.eqn.primitive in RUN_TOGETHER:
             sent = np.nan  # counted elsewhere
 
 
