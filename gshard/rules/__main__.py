@@ -52,7 +52,8 @@ def table() -> str:
     rows = {}
     described: dict[Primitive, Rule | RegionRule] = {**RULES, **REGIONS}
     for primitive, rule in described.items():
-        if primitive.name != "pipeline":  # a package of its own, which may be loaded or not
+        # Other packages that register a region may be loaded or not.
+        if isinstance(rule, Rule) or rule.partition.__module__.startswith("gshard.rules"):
             rows[primitive] = _row(rule.doc)
     for primitive in (*CALLS, shard_map_p):
         rows[primitive] = _row(Doc(free="inlined: as its body"))
