@@ -153,6 +153,12 @@ def check_random(case, dtype):
     assert report.ok, report
 
 
+def test_one_array_that_is_the_tile_of_two_values():
+    """A tile of one element is that of the reshaped tensor too."""
+    steps = [("add", 0, 0, np.arange(4).reshape(2, 2)), ("flatten", 0, 0, None)]
+    check_random((8, [(2, 1), (1, 1)], [None, None], steps), jnp.float32)
+
+
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(random_programs(), st.sampled_from([jnp.float32, jnp.bfloat16]))
