@@ -78,7 +78,7 @@ class Foresight:
             made: dict[Any, Sharding] = {}
             if eqn.primitive is p.scan_p:
                 made = self._results(eqn, stay, found)
-            elif len(eqn.outvars) == 1 and (parts or eqn.outvars[0] in uses.sums):
+            elif len(eqn.outvars) == 1 and (parts or _may_sum(eqn, uses)):
                 here = (_passed_on if parts else _summed)(choice, eqn, found.forms)
                 made = {eqn.outvars[0]: here} if here else {}
             if parts and (not made or eqn.primitive is p.scan_p):
@@ -173,6 +173,11 @@ class Foresight:
             return known
         origins = {i: after.origins[body.outvars[i]] for i in changed}
         return Carried({**known.forms, **changed}, {**known.origins, **origins}, kept)
+
+
+def _may_sum(eqn: JaxprEqn, uses: Uses) -> bool:
+    """Whether the result may be a sum over devices: rows that each looks up in its tile are too."""
+    return eqn.outvars[0] in uses.sums or eqn.primitive is p.gather_p
 
 
 def _summed(choice: Choice, eqn: JaxprEqn, forms: Mapping[Any, Sharding]) -> Sharding | None:
