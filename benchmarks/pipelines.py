@@ -5,7 +5,7 @@
     python -m benchmarks.pipelines --gpu           one of 8 stages on a GPU, the others XLA's mock
 
 Sockets need a core for each process. On a GPU, a stage of the paper's model of 36 layers is timed
-beside as many layers without a pipeline; what it waits for in the bubble is not in either.
+and compared with as many layers without a pipeline; the bubble is in neither time.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def seconds(run: Any, arguments: Any, steps: int = 3) -> float:
 
 
 def member(number: int, port: int) -> None:
-    """One of the processes: the time of a step by each schedule, beside the forecast."""
+    """One of the processes: the measured and the forecast time of a step by each schedule."""
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, number)

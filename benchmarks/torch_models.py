@@ -194,7 +194,7 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
         f"{DEVICES} virtual devices.",
         "",
         "Columns: seconds of one core for `torch.export` and the reading of its program; equations",
-        "of a training step; the largest error of the logits beside torch's; bytes that a device",
+        "of a training step; the largest error of the logits against torch; bytes that a device",
         "sends in a data parallel and in a fully sharded (`gshard.fsdp`) step, over the bound, an",
         "AllReduce of all weights, or their AllGather and ReduceScatter; for models with experts",
         "also with experts on devices of their own; the loss over 8 devices less that of one (data",

@@ -131,6 +131,8 @@ def jit(
 class Jitted(Generic[P, R]):
     """A function to be partitioned: call it, or `lower` it to see what that would do."""
 
+    __wrapped__: Callable[P, R]  # by functools.update_wrapper
+
     def __init__(self, keywords: Keywords, options: Options, fun: Callable[P, R]):
         functools.update_wrapper(self, fun)
         self.options = options
@@ -157,8 +159,7 @@ class Jitted(Generic[P, R]):
         return f"<gshard.jit of {_jax.fun_name(self._fun)}>"
 
     def __reduce__(self) -> Any:
-        fun = self.__wrapped__  # type: ignore[attr-defined]  # update_wrapper has put it there
-        return Jitted, (self._keywords, self.options, fun)
+        return Jitted, (self._keywords, self.options, self.__wrapped__)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Jitted[P, R]: ...
@@ -214,8 +215,7 @@ class Jitted(Generic[P, R]):
     def _cache_size(self) -> int:
         """How many signatures it has a program for; functions of `jax.jit` have this method too."""
         others = sum(jitted._cache_size() for jitted in self._with_leaves.values())
-        # A function of JAX's C++ code, which has no type stubs.
-        return self._quick._cache_size() + others  # type: ignore[attr-defined]
+        return self._quick._cache_size() + others  # type: ignore[attr-defined]  # JAX's C++ code
 
     # ------------------------------------------------------------ new signatures
 
@@ -268,8 +268,8 @@ class Jitted(Generic[P, R]):
     def _resized(self, args: Any, kwargs: Any, sizes: dict[int, int], times: int) -> Lowered:
         """The program for arguments of sizes that are so many times smaller."""
         args, kwargs = with_sizes((args, kwargs), sizes)
-        options = replace(self.options, shrunk=times)
-        return Jitted(self._keywords, options, self.__wrapped__).lower(*args, **kwargs)  # type: ignore[attr-defined]
+        how = self._keywords, replace(self.options, shrunk=times), self.__wrapped__
+        return Jitted(*how).lower(*args, **kwargs)
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]

@@ -133,7 +133,7 @@ def _with_options(inside: Any, arguments: Change | None = None, **own: Any) -> A
         return inside
     of_jax = {k: own.pop(k) for k in [*own] if k not in vars(inside.options)}
     keywords = replace(inside._keywords, of_jax={**inside._keywords.of_jax, **of_jax})
-    fun: Any = inside.__wrapped__  # type: ignore[attr-defined]
+    fun: Any = inside.__wrapped__
     called = fun
     if arguments is not None:
         called = functools.wraps(fun)(lambda *args, **kwargs: fun(*arguments(args), **kwargs))

@@ -57,3 +57,15 @@ def _of_rows(eqn: JaxprEqn) -> bool:
     rows = roles.index_map == (0,) and roles.operand[:1] == ("k0",)
     inside = all(n[0] == "w" for n in roles.operand[1:])
     return rows and inside and roles.windows == ("i0", *roles.operand[1:])
+
+
+def sized_dims(eqn: JaxprEqn) -> list[int]:
+    """The dims of the left side, before the ragged one, that each have group sizes of their own."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), (batch, _) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    free = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in (*contracted, *batch)]
+    if ragged in batch:
+        return list(batch[: batch.index(ragged)])
+    others = list(contracted) if ragged in contracted else free
+    return [*batch, *others[: others.index(ragged)]]

@@ -29,6 +29,7 @@ from gshard.moving.partial import combine
 from gshard.moving.reductions import mask_for
 from gshard.rules.base.rule import Context, Doc, Way, bind_local, linear_in, rule
 from gshard.rules.base.ways import FactorSplit, by_factors
+from gshard.rules.by_rows import sized_dims
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, shard_dims, shard_result
 from gshard.tensors.sharding import Sharding, Split
@@ -245,7 +246,8 @@ def ragged_factors(eqn: JaxprEqn, rows: str | None = None) -> Factors:
     for names, gone in zip((lhs, rhs), taken, strict=True):
         out += [name for i, name in enumerate(names) if i not in gone]
     rank = len(eqn.outvars[0].aval.shape)
-    groups: list[str | None] = [None] * len(eqn.invars[2].aval.shape)
+    sized = sized_dims(eqn) if len(eqn.invars[2].aval.shape) > 1 else []
+    groups: list[str | None] = [*(lhs[d] for d in sized), None]
     out = [None] * (rank - len(out)) + out  # one result per group, in front
     contracted = {n: "sum" for n in lhs if n and n[0] == "k"}
     return Factors.of(eqn, [lhs, rhs, groups], [out], contracted, ordered=())

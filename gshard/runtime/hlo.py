@@ -173,8 +173,8 @@ class HloProgram:
 
     @functools.cached_property
     def _files(self) -> dict[int, str]:
-        listed = re.search(r"^FileNames\n(.*?)\n\n", self._text, re.M | re.S)
-        return {int(n): f for n, f in re.findall(r'^(\d+) "(.*)"$', listed[1], re.M)}  # type: ignore[index]
+        listed = re.findall(r"^FileNames\n(.*?)\n\n", self._text, re.M | re.S)[0]
+        return {int(n): f for n, f in re.findall(r'^(\d+) "(.*)"$', listed, re.M)}
 
     @functools.cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
@@ -362,5 +362,5 @@ def _bytes(dtype: str, dims: tuple[int, ...]) -> int:
 
 
 def _width(dtype: str) -> int:
-    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])  # type: ignore[index]
+    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
     return max(bits // 8, 1)

@@ -109,3 +109,16 @@ def test_the_matrices_of_a_grouped_product_on_some_devices_only():
     low = check(jax.lax.ragged_dot, *args, devices=4, inputs=[None, even_split(3, 0, 3)])
     assert set(kinds(low)) <= {"all_gather", "all_reduce", "collective_permute"}
     assert sent(low) > 0
+
+
+@pytest.mark.parametrize("split", [even_split(3, 0, 4), even_split(3, 2, 3)])
+def test_groups_of_every_batch_have_sizes_of_their_own(split):
+    """`vmap` of a grouped product: sizes are split with their batch, and nothing is sent for it."""
+    sizes = np.array([[2, 4], [1, 5], [6, 0], [3, 2]], np.int32)
+    args = random_array((4, 6, 3)), random_array((4, 2, 3, 5), seed=1), sizes
+    fn = jax.vmap(jax.lax.ragged_dot)
+    low = check(fn, *args, inputs=[split], rtol=1e-4, atol=1e-4)
+    assert not split.shape[2] > 1 or kinds(low) == {"all_reduce": 1}
+    assert not split.shape[0] > 1 or kinds(low).keys() <= {"all_gather"}
+    check_grad(fn, *args, argnums=(0, 1), inputs=[split], rtol=1e-4, atol=1e-4)
+    assert gshard.check(lambda x, w, n: fn(gshard.shard(x, split), w, n), *args, devices=8).exact

@@ -28,6 +28,7 @@ from gshard.checking.exact.number import (
 )
 from gshard.checking.exact.pointwise import POINTWISE, bits_of, larger, smaller, unknown
 from gshard.checking.exact.structure import padded
+from gshard.rules.by_rows import sized_dims
 
 Combine = Callable[[Value, Value], Value]
 
@@ -214,18 +215,14 @@ def _ragged_dot(eqn: JaxprEqn, a: Value, b: Value, sizes: Value) -> Value:
     count = max(leading(a), leading(b), ends.shape[0])
     a, b = spread(a, count), spread(b, count)
     rows = np.arange(plain(a).shape[1 + ragged])
-    if ends.ndim > 2:
-        raise NotImplementedError("ragged products with groups for each batch")
+    placed = [*(sized_dims(eqn) if ends.ndim > 2 else []), ragged]
     parts = []
     for group in range(ends.shape[-1]):
-        start = ends[:, group - 1] if group else np.zeros_like(ends[:, 0])
-        inside = (rows >= start[:, None]) & (rows < ends[:, group, None])
-        sizes_of = [count, *(1,) * (a.ndim - 1)]
-        sizes_of[1 + ragged] = len(rows)
-        own = _masked(
-            a,
-            inside.reshape(sizes_of) if len(inside) == count else inside.reshape(1, *sizes_of[1:]),
-        )
+        start = ends[..., group - 1] if group else np.zeros_like(ends[..., 0])
+        inside = (rows >= start[..., None]) & (rows < ends[..., group, None])
+        inside = inside.transpose(0, *(1 + np.argsort(placed)))
+        kept = [n if d in placed else 1 for d, n in enumerate(plain(a).shape[1:])]
+        own = _masked(a, inside.reshape(len(inside), *kept[: a.ndim - 1]))
         if groups:
             matrix = _rows(b, 1 + groups[0], group)
             shift = lambda d, g=groups[0]: d - (d > g)  # noqa: E731

@@ -27,7 +27,7 @@ _SENT = {
 }
 
 
-class _Counted(TorchDispatchMode):  # type: ignore[misc]
+class _Counted(TorchDispatchMode):  # type: ignore[misc]  # torch may not be installed
     """The bytes of the collectives that run, by kind."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def dtensor_bytes(
     return dict(counted.sent)
 
 
-class _Loss(torch.nn.Module):  # type: ignore[misc]
+class _Loss(torch.nn.Module):  # type: ignore[misc]  # as above
     def __init__(self, module: torch.nn.Module, loss: Any):
         super().__init__()
         self.module, self.loss = module, loss
