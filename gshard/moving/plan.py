@@ -242,12 +242,19 @@ def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Ite
     if here.idle and can_permute(here, target):
         yield to(Permute, target)
     yield from _direct(here, target, shape, itemsize)
-    for between in _predecessors(target):
-        if can_permute(here, between) and between != here:
+    befores = _predecessors(target)
+    for between in (*befores, _cut_alike(target, here.tiles)):
+        if between is None or between == here:
+            continue
+        if can_permute(here, between):
             yield to(Permute, between)
-    alike = _cut_alike(here, target)
-    if alike:
-        yield to(Slice, alike)
+        elif can_exchange(here, between):
+            yield to(Exchange, between)
+    for tiles in dict.fromkeys([target.tiles, *(between.tiles for between in befores)]):
+        if alike := _cut_alike(here, tiles):
+            yield to(Slice, alike)
+    if (spare := copies_as_split(here)) and not here.idle:
+        yield from (to(Slice, _refined(here, dim, spare)) for dim in range(here.rank))
     for dim, split in enumerate(here.splits):
         for finer in _finer(split, target, dim):
             new = here.replace(dim, finer)
@@ -277,8 +284,13 @@ def _misaligned(here: Sharding, target: Sharding) -> bool:
     )
 
 
-def _predecessors(target: Sharding) -> Iterator[Sharding]:
+@cached
+def _predecessors(target: Sharding) -> tuple[Sharding, ...]:
     """Shardings from which one gather or exchange leads to `target`."""
+    return tuple(dict.fromkeys(_before(target)))
+
+
+def _before(target: Sharding) -> Iterator[Sharding]:
     for dim in range(target.rank):
         for other, source in enumerate(target.splits):
             if other == dim or not source:
@@ -307,16 +319,20 @@ def whole_along(here: Sharding, dim: int) -> list[Sharding]:
     return [gathered, *(m for m in moved if compatible(m.splits))]
 
 
-def _cut_alike(here: Sharding, target: Sharding) -> Sharding | None:
-    """`here` with its copies split to the target's tile counts, so that only a permute is left."""
-    if any(b % a for a, b in zip(here.tiles, target.tiles, strict=True)) or here.idle:
+def _cut_alike(here: Sharding, tiles: tuple[int, ...]) -> Sharding | None:
+    """`here` with its copies split towards these tile counts, where they are multiples of its own.
+
+    Between tiles of equal counts a permute leads.
+    """
+    if here.idle:
         return None
+    tiles = tuple(a if b % a else b for a, b in zip(here.tiles, tiles, strict=True))
     spare = copies_as_split(here)
-    factor = math.prod(target.tiles) // math.prod(here.tiles)
+    factor = math.prod(tiles) // math.prod(here.tiles)
     if factor == 1 or spare is None or spare.tiles % factor:
         return None
     left = spare.major(factor)
-    for dim, (a, b) in enumerate(zip(here.tiles, target.tiles, strict=True)):
+    for dim, (a, b) in enumerate(zip(here.tiles, tiles, strict=True)):
         if a < b:
             assert left
             part = left.major(b // a)

@@ -5,11 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gshard.moving import exchange, plan
 from gshard.moving.collectives import sent_in_groups
+from gshard.moving.costs import STEP_COST
 from gshard.moving.exchange import can_exchange, exchange_groups, kept_tiles
 from gshard.moving.plan import plan_reshard
 from gshard.moving.steps import Route
@@ -40,6 +41,47 @@ def pairs(draw):
     found = [draw(assignments(rank, devices)) for _ in range(2)]
     whole = np.zeros([1] * rank, int)
     return tuple(Sharding.of_assignment(whole if a is None else a, devices) for a in found)
+
+
+@st.composite
+def meshes_of_four_axes(draw):
+    """Three shardings of one tensor by axes of a mesh, each in one of two device orders."""
+    sizes = draw(st.sampled_from([(2, 2, 2, 2), (2, 2, 2, 1), (2, 3, 2, 1), (4, 2, 2, 1)]))
+    devices, rank = math.prod(sizes), draw(st.integers(1, 3))
+    orders = [np.arange(devices), np.array(draw(st.permutations(range(devices))))]
+    shape = tuple(draw(st.sampled_from([480, 960, 1440])) for _ in range(rank))
+
+    def sharding() -> Sharding:
+        order, splits = draw(st.sampled_from(orders)), [[] for _ in range(rank + 1)]
+        for axis in draw(st.permutations(range(4))):
+            splits[draw(st.integers(0, rank))].append(axis)  # the last one: not split
+        tiles = [math.prod(sizes[a] for a in axes) for axes in splits]
+        return _of_mesh(order.reshape(sizes).transpose([*itertools.chain(*splits)]).reshape(tiles))
+
+    return shape, sharding(), sharding(), sharding()
+
+
+def _of_mesh(mesh: np.ndarray) -> Sharding:
+    """Tiles along the first axes of a mesh, copies along the last one."""
+    splits = []
+    for index in np.indices(mesh.shape)[:-1]:
+        coords = np.zeros(mesh.size, int)
+        coords[mesh] = index
+        splits.append(Split.of(coords))
+    return Sharding(tuple(splits), mesh.size)
+
+
+@settings(max_examples=100)
+@given(meshes_of_four_axes())
+def test_no_detour_is_cheaper(case):
+    """Redistribution is consistent: from a to c costs no more than from a to b and from b to c."""
+    shape, a, b, c = case
+
+    def price(here: Sharding, target: Sharding) -> int:
+        steps = plan_reshard(here, target, shape, np.float32)
+        return sum(step.bytes + STEP_COST * step.rounds for step in steps)
+
+    assert price(a, c) <= price(a, b) + price(b, c)
 
 
 @given(pairs())
