@@ -28,7 +28,7 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
-settings.register_profile("quick", settings.get_profile("thorough"), max_examples=3)
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=2)
 settings.load_profile("quick")
 
 
@@ -63,7 +63,7 @@ OPTIMIZED = {
 def pytest_collection_modifyitems(items):
     """Tests of models that share what was compiled or trained run in one process.
 
-    A function with many cases runs a third of them; the others are slow tests.
+    A function with several cases runs the first of every six; the others are slow tests.
     """
     families = collections.defaultdict(list)
     for item in items:
@@ -74,8 +74,8 @@ def pytest_collection_modifyitems(items):
             group = SHARING.get(str(place.parent), str(place))
             item.add_marker(pytest.mark.xdist_group(group))
     for family in families.values():
-        for i, item in enumerate(family if len(family) > 3 else ()):
-            if i % 3:
+        for i, item in enumerate(family):
+            if i % 6:
                 item.add_marker(pytest.mark.slow)
 
 

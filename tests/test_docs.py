@@ -42,9 +42,9 @@ def check(page, found, folder):
 
 
 def _pages_that_run():
-    """Pages with blocks that run; two of three are left to the slow tests."""
+    """Pages with blocks that run; five of six are left to the slow tests."""
     for i, page in enumerate(p for p in PAGES if running(p)):
-        marks = [pytest.mark.slow] if i % 3 else []
+        marks = [pytest.mark.slow] if i % 6 else []
         yield pytest.param(page, id=documents.name(page), marks=marks)
 
 

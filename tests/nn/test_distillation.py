@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import gshard
@@ -38,7 +38,6 @@ def example(B=2, T=6, M=4, N=3, V=11, seed=0):
     return x, table, Lesson(teacher_x, teacher_table), weights
 
 
-@settings(max_examples=10)
 @given(T=st.integers(1, 7), chunks=st.integers(1, 5), V=st.integers(2, 9), seed=st.integers(0, 9))
 def test_the_loss_is_that_of_the_formula(T, chunks, V, seed):
     x, table, taught, weights = example(T=T, V=V, seed=seed)

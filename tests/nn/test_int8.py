@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gshard.mt.decoding.beam import beam_search
@@ -27,7 +27,6 @@ EQUATIONS = {  # of the layers, with the axes of the weight that they sum over
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
 @given(
     equation=st.sampled_from(sorted(EQUATIONS)),
     sizes=st.lists(st.integers(1, 5), min_size=8, max_size=8),
@@ -45,7 +44,6 @@ def test_a_product_is_that_of_the_numbers(equation, sizes, seed):
     )
 
 
-@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 99), axes=st.sampled_from([(-1,), (-2,), (-3, -2)]))
 def test_rounded_as_on_a_cpu(seed, axes):
     array = np.random.default_rng(seed).standard_normal((3, 4, 5)).astype(np.float32)

@@ -2,7 +2,7 @@
 
 import equinox as eqx
 import jax
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gshard.mt.training.names import named
@@ -12,7 +12,6 @@ from gshard.nn.transformer import Transformer
 from tests.nn import models
 
 
-@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_equal_to_those_of_the_model(data):
     draw = data.draw

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import gshard
 
@@ -13,13 +14,12 @@ def dense(w, x):
 
 def make_dense(layers=8, width=8, batch=16):
     """Weights, inputs and targets of dense layers."""
-    keys = jax.random.split(jax.random.key(0), 4)
+    draw = np.random.default_rng(0).normal
     weights = {
-        "in": 0.3 * jax.random.normal(keys[0], (layers, width, 2 * width)),
-        "out": 0.3 * jax.random.normal(keys[1], (layers, 2 * width, width)),
+        "in": jnp.float32(draw(0, 0.3, (layers, width, 2 * width))),
+        "out": jnp.float32(draw(0, 0.3, (layers, 2 * width, width))),
     }
-    x = jax.random.normal(keys[2], (batch, width))
-    return weights, x, jax.random.normal(keys[3], (batch, width))
+    return weights, *jnp.float32(draw(size=(2, batch, width)))
 
 
 def in_order(block, weights, x):
