@@ -65,7 +65,7 @@ def host_engine(config: Any, steps: int, int8: bool, threads: int) -> Search:
 def host_model(config: Any, int8: bool, threads: int) -> Any:
     """A model of random weights, arranged for products on a CPU."""
     from gshard.mt.decoding.host import products
-    from gshard.mt.decoding.host.model import HostModel
+    from gshard.mt.decoding.host.translator import HostModel
     from gshard.mt.training.weights import quantize, summed_axes
 
     products.use_threads(threads)
@@ -104,8 +104,8 @@ def xla_engine(config: Any, steps: int) -> Search:
     """gshard's search as one compiled program."""
     import jax
 
-    from gshard.mt.decoding.beam import beam_search
     from gshard.mt.decoding.search import BeamConfig
+    from gshard.mt.decoding.translator import beam_search
     from gshard.mt.training.loading import model_like
     from gshard.mt.training.names import unnamed
 

@@ -38,9 +38,8 @@ from benchmarks.random_model import random_weights
 from benchmarks.serve import ready
 from benchmarks.small_run import prepare, words
 from gshard.mt.batching.tokenizer import END, PAD, START
-from gshard.mt.decoding.host.model import HostModel
 from gshard.mt.decoding.host.products import use_threads
-from gshard.mt.decoding.host.translator import HostTranslator
+from gshard.mt.decoding.host.translator import HostModel, HostTranslator
 from gshard.mt.decoding.texts import Hypothesis, TextTranslator, TranslateConfig
 from gshard.mt.release.ctranslate2 import specification
 from gshard.mt.run import Run

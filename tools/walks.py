@@ -35,7 +35,7 @@ WALKS = {
     "lower": Start("gshard.runtime.pipeline", "lower", "traced", 56, 32),
     "forecast": Start("gshard.forecast.report", "forecast", "jaxpr", 25, 10),
     "auto": Start("gshard.autosharding.cost.model", "build", "flat", 39, 20),
-    "training": Start("gshard.mt.training.loop", "train", "run", 70, 41),
+    "training": Start("gshard.mt.training.loop", "train", "run", 62, 37),
 }
 
 # Methods of values of any kind, arrays among them.

@@ -28,8 +28,14 @@ from gshard.mt.batching.tokenizer import Task
 from gshard.mt.batching.tokens import TaskTokens, open_task, some_of
 from gshard.mt.config import RunConfig
 from gshard.mt.presets import preset
-from gshard.mt.training.guard import Guard
-from gshard.mt.training.programs import Programs, RunState, Setup, StepFigures, make_optimizer
+from gshard.mt.training.programs import (
+    Guard,
+    Programs,
+    RunState,
+    Setup,
+    StepFigures,
+    make_optimizer,
+)
 from gshard.nn import TrainState
 from gshard.nn.flops import step_flops
 from gshard.nn.strategy import ONE_DEVICE

@@ -80,7 +80,7 @@ def evaluate(
     from gshard.mt.broadcast import Broadcast
     from gshard.mt.decoding.engines import engine_of
     from gshard.mt.evaluation import evaluate as work
-    from gshard.mt.evaluation.heldout import held_out, tasks_of
+    from gshard.mt.evaluation.store import held_out, tasks_of
     from gshard.mt.launch.status import reporting
     from gshard.mt.progress import Silent
     from gshard.mt.run import Run
@@ -206,7 +206,7 @@ def _train_baselines(
 
 def share_of(run: Run, config: EvaluateConfig, process: int, count: int) -> tuple[str, ...]:
     """The languages whose baselines one of `count` processes trains, long and short ones mixed."""
-    from gshard.mt.evaluation.heldout import held_out, tasks_of
+    from gshard.mt.evaluation.store import held_out, tasks_of
 
     sets = held_out(run.corpus, tasks_of(run.tokenizer, config.languages), config.split, 1)
     return tuple(dict.fromkeys(held.task.foreign for held in sets))[process::count]

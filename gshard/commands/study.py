@@ -59,7 +59,7 @@ def _work(plan: Study, only: str, until: str, seconds: float, processes: int) ->
     from gshard.mt import hosts
     from gshard.mt.data.corpus import Corpus
     from gshard.mt.errors import UserError, nearest
-    from gshard.mt.study.ledger import STAGES
+    from gshard.mt.study.plan import STAGES
     from gshard.mt.study.queue import Shown, Wanted, work
 
     if until not in STAGES[2:]:
@@ -89,7 +89,7 @@ def _work(plan: Study, only: str, until: str, seconds: float, processes: int) ->
 
 def _show(plan: Study) -> None:
     from gshard.commands.show import console
-    from gshard.mt.study.ledger import lines, overview_table
+    from gshard.mt.study.plan import lines, overview_table
 
     console.print(overview_table(plan))
     for line in lines(plan):

@@ -125,7 +125,7 @@ def train(
 
 def _check(run: Run, step: int | None, progress: TrainingProgress) -> int:
     """Check one step of a run, or prove any, and print what was found; the exit status."""
-    from gshard.mt.training.checked import check_step, prove_step
+    from gshard.mt.training.prepare import check_step, prove_step
 
     report = prove_step(run, progress) if step is None else check_step(run, step, progress)
     progress.note(str(report))

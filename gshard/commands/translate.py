@@ -28,8 +28,7 @@ from gshard.commands.options import (
 from gshard.commands.processes import Coordinator, Process, Processes, members
 
 if TYPE_CHECKING:
-    from gshard.mt.decoding.lines import TextLines
-    from gshard.mt.decoding.output import Output
+    from gshard.mt.decoding.lines import Output, TextLines
     from gshard.mt.decoding.texts import Hypothesis, TextTranslator
     from gshard.mt.launch.environment import Hosts
     from gshard.mt.progress import Advance, Progress
@@ -75,7 +74,7 @@ def translate(
     """Translate lines of text from a file, or from standard input as they arrive."""
     from gshard.mt.broadcast import Broadcast
     from gshard.mt.decoding.engines import engine_of, open_translator
-    from gshard.mt.decoding.output import FileOutput, Output
+    from gshard.mt.decoding.lines import FileOutput, Output
     from gshard.mt.decoding.texts import TranslateConfig, choose_target
     from gshard.mt.launch.status import reporting
     from gshard.mt.run import Run as OpenedRun

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from gshard.mt import _jax
 from gshard.mt.config import DeviceConfig
 from gshard.mt.errors import MissingHostsError, NobodyCameError, UserError
-from gshard.mt.launch import aborts, company, status
+from gshard.mt.launch import company, status
 from gshard.mt.launch.company import fingerprint
 from gshard.mt.launch.environment import Hosts
 from gshard.mt.program_cache import CheckedCache
@@ -94,7 +94,7 @@ def _connect(hosts: Hosts) -> None:
     else:
         _refuse_to_listen_elsewhere(hosts.coordinator)
     if not watched:
-        aborts.explain(company.explained, MissingHostsError.status)
+        company.explain_aborts(company.explained, MissingHostsError.status)
     failed: list[Exception] = []
 
     def meet() -> None:

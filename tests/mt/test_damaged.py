@@ -17,7 +17,7 @@ from gshard.mt.batching.tokenizer import Tokenizer
 from gshard.mt.config import read
 from gshard.mt.data import tiers
 from gshard.mt.data.corpus import Corpus
-from gshard.mt.decoding.output import FileOutput
+from gshard.mt.decoding.lines import FileOutput
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.baselines import read_tree, write_tree
 from gshard.mt.evaluation.store import Store, Translation
@@ -241,7 +241,7 @@ import errno, pathlib, resource, sys
 import numpy as np
 from gshard.mt import atomic
 from gshard.mt.batching.tokens import _save
-from gshard.mt.decoding.output import FileOutput
+from gshard.mt.decoding.lines import FileOutput
 from gshard.mt.training.weights import write_weights
 
 folder = pathlib.Path(sys.argv[1])

@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from gshard.mt import _jax, program_cache
 from gshard.mt.program_cache import CheckedCache, _checksum
-from gshard.mt.training import kept_step
+from gshard.mt.training import kept
 from tests.strangers import belongs_to_another
 
 
@@ -111,11 +111,11 @@ class TestFoldersOfOthers:
         Files(place).put("a-checked", _checksum("a", value) + value)
         monkeypatch.setattr(_jax, "program_cache", lambda backend: Files(place))
         place.chmod(0o777)
-        assert kept_step.find("a", (), jax.devices()) is None
+        assert kept.find("a", (), jax.devices()) is None
         assert not (tmp_path / "executed").exists()
         place.chmod(0o700)
         monkeypatch.setattr(program_cache, "_is_own", lambda folder: True)
-        assert kept_step.find("a", (), jax.devices()) is None
+        assert kept.find("a", (), jax.devices()) is None
         assert (tmp_path / "executed").exists()  # so it would have been
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import gshard
 from gshard.nn import Strategy, TrainState, adam, loss, train_step
-from gshard.nn.distillation import Lesson, lesson, teacher_nll
+from gshard.nn.step import Lesson, lesson, teacher_nll
 from tests.nn import models
 from tests.oracle import kinds
 

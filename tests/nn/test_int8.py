@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gshard.mt.decoding.beam import beam_search
 from gshard.mt.decoding.search import BeamConfig
+from gshard.mt.decoding.translator import beam_search
 from gshard.mt.training.loading import in_int8
 from gshard.mt.training.names import named
 from gshard.mt.training.weights import quantize, summed_axes

@@ -27,7 +27,7 @@ from gshard.nn.grouped import Tiles, grouped_product, reference
 from gshard.nn.hashing import hash_dropout, hashed_bits, round_stochastically, seed_of
 from gshard.nn.layers import relu
 from gshard.nn.settings import GatingConfig
-from gshard.nn.vocabulary_loss import weighted_nll
+from gshard.nn.step import weighted_nll
 from tests.nn import models
 from tests.oracle import kinds
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
-from gshard.nn import Strategy, vocabulary_loss
+from gshard.nn import Strategy, step
 from gshard.nn.kernels.vocabulary import fits, log_z_and_grads, reference
+from gshard.nn.step import weighted_nll
 from gshard.nn.strategy import ONE_DEVICE
-from gshard.nn.vocabulary_loss import weighted_nll
 from tests.oracle import kinds
 
 BY_KERNEL = functools.partial(log_z_and_grads, interpret=True)
@@ -92,8 +92,8 @@ def test_the_loss_by_the_kernel_is_the_plain_one(monkeypatch, smoothing):
         shapes.append(logits.shape)
         return BY_KERNEL(logits, *rest)
 
-    monkeypatch.setattr(vocabulary_loss, "fits", lambda logits, devices: True)
-    monkeypatch.setattr(vocabulary_loss, "log_z_and_grads", counted)
+    monkeypatch.setattr(step, "fits", lambda logits, devices: True)
+    monkeypatch.setattr(step, "log_z_and_grads", counted)
     got = run(kernels=ONE_DEVICE)
     assert shapes == [(9, 128)]
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
@@ -119,8 +119,8 @@ def test_each_device_runs_the_kernel_on_its_own_logits(monkeypatch, devices):
 
     want = run(jax.jit, None)(x, table)
     plain = run(functools.partial(gshard.jit, devices=devices), None).lower(x, table)
-    monkeypatch.setattr(vocabulary_loss, "fits", lambda logits, devices: True)
-    monkeypatch.setattr(vocabulary_loss, "log_z_and_grads", BY_KERNEL)
+    monkeypatch.setattr(step, "fits", lambda logits, devices: True)
+    monkeypatch.setattr(step, "log_z_and_grads", BY_KERNEL)
     by_kernel = run(functools.partial(gshard.jit, devices=jax.devices()[:devices]), strategy)
     for a, b in zip(*map(jax.tree.leaves, (by_kernel(x, table), want)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gshard import recording
-from gshard.mt.launch import whereabouts
+from gshard.mt.launch import status
 from gshard.recording import by_run, read, standstill
 from tests.recording.recorders import entered
 
@@ -50,5 +50,5 @@ def test_whatever_is_in_the_folder_it_is_read_in_one_line(data, tmp_path_factory
     for positions in by_run(read(place)).values():
         words = str(standstill(positions))
         assert words.isprintable()
-    found = whereabouts.held_up_by(scratch, 3, lambda index: [None, -9, 0][index])
+    found = status.held_up_by(scratch, 3, lambda index: [None, -9, 0][index])
     assert found is None or (found[0] < 3 and found[1].isprintable())

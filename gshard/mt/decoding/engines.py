@@ -20,7 +20,7 @@ from gshard.mt.training import released
 from gshard.mt.training.weights import WEIGHTS, Quantized, WeightsFile, quantize, summed_axes
 
 if TYPE_CHECKING:
-    from gshard.mt.decoding.host.model import Load
+    from gshard.mt.decoding.host.translator import Load
     from gshard.mt.run import Run
 
 Engine = Literal["auto", "onnx", "xla"]
@@ -166,9 +166,8 @@ def _host_translator(
     broadcast: Broadcast | None,
     engine: EngineConfig,
 ) -> tuple[TextTranslator, int]:
-    from gshard.mt.decoding.host.model import HostModel
     from gshard.mt.decoding.host.products import use_threads
-    from gshard.mt.decoding.host.translator import HostTranslator
+    from gshard.mt.decoding.host.translator import HostModel, HostTranslator
 
     use_threads(engine.threads)
     load, weights, step = _weights(run, which)

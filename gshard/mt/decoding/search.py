@@ -12,9 +12,9 @@ beam 1 is greedy search. At the last step all live hypotheses end. A sentence is
 hypotheses have ended, or when no live one can enter the list any more, and the search stops when
 every sentence is done.
 
-It is written once, in the functions that NumPy and `jax.numpy` share: `gshard.mt.decoding.beam`
-runs it in a loop that XLA compiles, `gshard.mt.decoding.host.translator` in a loop of Python, which
-imports no JAX. The two decoders are its steps.
+It is written once, in the functions that NumPy and `jax.numpy` share: `decoding.translator` runs it
+in a loop that XLA compiles, `decoding.host.translator` in a loop of Python, which imports no JAX.
+The two decoders are its steps.
 
 Dims: B sentences, K beam, N best, T steps, L = K * T slots, X candidates.
 """

@@ -37,16 +37,18 @@ from gshard.mt.evaluation.evaluate import (
     task_scores,
     weights_of,
 )
-from gshard.mt.evaluation.expert_loads import batches_of
-from gshard.mt.evaluation.heldout import HeldOut, held_out, tasks_of
 from gshard.mt.evaluation.scores import averages, resource_groups
 from gshard.mt.evaluation.store import (
     AnyTranslator,
+    HeldOut,
     Store,
     Translation,
     folder_of,
+    held_out,
+    tasks_of,
     translate_all,
 )
+from gshard.mt.evaluation.systems import batches_of
 from gshard.mt.progress import Advance, Progress, Silent
 from gshard.mt.training.names import named, unnamed
 from gshard.nn.transformer import Transformer

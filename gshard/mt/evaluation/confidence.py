@@ -26,8 +26,8 @@ from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.decoding.texts import Hypothesis
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.evaluation.evaluate import EvaluateConfig, search_of
-from gshard.mt.evaluation.heldout import held_out, tasks_of
 from gshard.mt.evaluation.scores import Scores, score
+from gshard.mt.evaluation.store import held_out, tasks_of
 from gshard.mt.run import Run
 from gshard.nn.config import Batch
 from gshard.nn.step import cross_entropy

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from gshard.mt import atomic
 from gshard.mt.data.splits import fingerprint
 from gshard.mt.errors import UserError
-from gshard.mt.evaluation.heldout import HeldOut, held_out, tasks_of
 from gshard.mt.evaluation.scores import (
     FEW,
     Scores,
@@ -30,9 +29,12 @@ from gshard.mt.evaluation.scores import (
 )
 from gshard.mt.evaluation.store import (
     AnyTranslator,
+    HeldOut,
     Store,
     Translation,
     folder_of,
+    held_out,
+    tasks_of,
     translate_all,
 )
 from gshard.mt.progress import Progress, Silent

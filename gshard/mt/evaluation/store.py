@@ -1,9 +1,13 @@
-"""Translations on disk as they arrive: an interrupted evaluation resumes without repeating any.
+"""Held-out sentences, and their translations on disk as they arrive.
 
-The translations by one system under one setting are one folder of `RUN/translations`. Its file is
-only ever added to, a few hundred sentences at a time, and a line that a crash left unfinished is
-removed. Sentences are looked up by their text and the target language, which is all that a
-translator is given: another choice of sentences finds those it shares.
+Which sentences are taken when not all are depends on the sentences alone, so that everybody who
+measures n of a language measures the same n, and more of them include those.
+
+An interrupted evaluation resumes without repeating any: the translations by one system under one
+setting are one folder of `RUN/translations`. Its file is only ever added to, a few hundred
+sentences at a time, and a line that a crash left unfinished is removed. Sentences are looked up by
+their text and the target language, which is all that a translator is given: another choice of
+sentences finds those it shares.
 """
 
 from __future__ import annotations
@@ -12,13 +16,75 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from gshard.mt import atomic
-from gshard.mt.errors import UserError
-from gshard.mt.evaluation.heldout import HeldOut
+from gshard.mt.batching.tokenizer import Task, Tokenizer
+from gshard.mt.data.corpus import Corpus
+from gshard.mt.data.splits import SPLITS, fingerprint
+from gshard.mt.errors import UserError, nearest
 from gshard.mt.progress import Progress, Silent
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Sentences of one task and their references."""
+
+    task: Task
+    sources: tuple[str, ...]
+    references: tuple[str, ...]
+    train_pairs: int
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+def tasks_of(tokenizer: Tokenizer, languages: Sequence[str] = ()) -> list[Task]:
+    """The directions between English and `languages` that a model was trained for, or all."""
+    for language in languages:
+        if language not in tokenizer.config.languages:
+            known = tokenizer.config.languages
+            raise UserError(
+                f"the run has no language {language!r}{nearest(language, known)} "
+                f"(it has {', '.join(known)})"
+            )
+    return [task for task in tokenizer.tasks if not languages or task.foreign in languages]
+
+
+def held_out(
+    corpus: Corpus, tasks: Sequence[Task], split: str = "test", most: int = 0
+) -> list[HeldOut]:
+    """At most `most` (0: all) sentences of each task, the one with the most training pairs first.
+
+    A task without sentences in `split` is left out; if all are, that is an error.
+    """
+    if split not in SPLITS:
+        raise UserError(f"no split {split!r}{nearest(split, SPLITS)}")
+    if most < 0:
+        raise UserError(f"{most} sentences of each language are not possible; 0 means all")
+    found = []
+    for task in sorted(tasks, key=lambda task: (-corpus.count(task.foreign), str(task))):
+        if not corpus.count(task.foreign, split):
+            continue
+        pairs = list(corpus.pairs(task.foreign, split))
+        if most and len(pairs) > most:
+            # By hash, then back in the order of the file.
+            ranked = sorted(range(len(pairs)), key=lambda i: fingerprint("\t".join(pairs[i])))
+            pairs = [pairs[i] for i in sorted(ranked[:most])]
+        foreign, english = zip(*pairs, strict=True)
+        sides = (foreign, english) if task.target == "en" else (english, foreign)
+        found.append(HeldOut(task, sides[0], sides[1], corpus.count(task.foreign)))
+    if not found:
+        asked = ", ".join(dict.fromkeys(task.foreign for task in tasks))
+        has = [s for s in SPLITS if any(corpus.count(task.foreign, s) for task in tasks)]
+        raise UserError(
+            f"no {split} sentences of {asked} in {corpus.folder}"
+            + (f"; there are {' and '.join(has)} ones (--split)" if has else "")
+        )
+    return found
+
 
 _LINES = "translations.jsonl"
 _NOTE = "note.json"

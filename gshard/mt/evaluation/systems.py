@@ -2,38 +2,119 @@
 
 The first process measures (`evaluate`); the others hold their part of the weights and run what it
 runs (`follow`).
+
+Which experts each language uses is counted layer by layer: the model reads the references (teacher
+forcing), one language at a time, with room for every token at every expert. With the capacity of
+training, a batch of one language would fill its favourite experts and spill over to the rest, and
+every language would look alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
+import gshard
 from gshard.mt import hosts
+from gshard.mt.batching.packing import Arrays, fill, pack
+from gshard.mt.batching.tokenizer import Tokenizer
+from gshard.mt.batching.tokens import TaskTokens, in_memory
 from gshard.mt.broadcast import Broadcast
 from gshard.mt.config import DeviceConfig
 from gshard.mt.decoding.engines import EngineConfig, on_host, open_translator
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.errors import UserError
-from gshard.mt.evaluation.evaluate import (
-    EvaluateConfig,
-    System,
-    digest_of,
-    search_of,
-    weights_of,
-)
-from gshard.mt.evaluation.expert_loads import expert_loads, routing
-from gshard.mt.evaluation.heldout import HeldOut
-from gshard.mt.evaluation.store import AnyTranslator
+from gshard.mt.evaluation.evaluate import EvaluateConfig, System, digest_of, search_of, weights_of
+from gshard.mt.evaluation.store import AnyTranslator, HeldOut
 from gshard.mt.launch.environment import Hosts
-from gshard.mt.progress import Progress
+from gshard.mt.progress import Progress, Silent
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model, model_like
 from gshard.nn.config import Batch
+from gshard.nn.strategy import ONE_DEVICE, Strategy
+from gshard.nn.transformer import Transformer
+
+Loads = dict[str, list[list[float]]]  # by task: the share of each expert, for each MoE layer
+Routed = Callable[[Batch], Mapping[str, Any]]
+_ROWS = 16  # of a batch, or as many as there are devices
+_BATCHES = 8  # of each language, at most
+
+
+def expert_loads(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    sets: Sequence[HeldOut],
+    lengths: tuple[int, int],
+    strategy: Strategy = ONE_DEVICE,
+    progress: Progress | None = None,
+    routed: Routed | None = None,
+) -> Mapping[str, Loads]:
+    """Shares of all choices by expert, in the encoder and the decoder; {} for a dense model.
+
+    `lengths` are those of a row's source and target; sentences that are longer are left out.
+    `routed` counts the choices in a batch; by default the program is made here.
+    """
+    if not model.config.experts:
+        return {}
+    rows = -(-_ROWS // strategy.devices) * strategy.devices
+    routed = routed or functools.partial(routing(strategy), model)
+    step = (progress or Silent()).stage("expert loads", len(sets))
+    loads: dict[str, Loads] = {}
+    for held in sets:
+        tokens = in_memory(tokenizer, held.task, held.sources, held.references)
+        sums: dict[str, np.ndarray] = {}
+        for arrays in batches_of(tokens, rows, *lengths)[:_BATCHES]:
+            fields: Any = (arrays[name] for name in Batch._fields)  # NumPy's, which programs take
+            found = routed(Batch(*fields))
+            for name, load_LE in found.items():
+                side = "source" if name == "encoder" else "target"
+                weight = np.count_nonzero(arrays[f"{side}_segments"])
+                sums[name] = sums.get(name, 0) + weight * np.asarray(load_LE, np.float64)
+        for name, total_LE in sums.items():
+            shares_LE = total_LE / np.maximum(total_LE.sum(axis=1, keepdims=True), 1e-9)
+            loads.setdefault(name, {})[str(held.task)] = shares_LE.round(6).tolist()
+        step(str(held.task))
+    return loads
+
+
+def routing(strategy: Strategy) -> Callable[[Transformer, Batch], dict[str, jax.Array]]:
+    """The program that counts the choices in a batch, known to all processes."""
+
+    def routed(model: Transformer, batch: Batch) -> dict[str, jax.Array]:
+        model = strategy.weights(model, stacked=1)
+        batch = jax.tree.map(strategy.groups, batch)
+        _, metrics = model(batch, None, strategy, dropless=True)
+        found = metrics._asdict().items()
+        return {name: strategy.replicated(side.load) for name, side in found if side is not None}
+
+    if strategy.devices == 1:
+        return jax.jit(routed)
+    return gshard.jit(routed, devices=jax.devices()[: strategy.devices])
+
+
+def batches_of(
+    tokens: TaskTokens, rows: int, source_length: int, target_length: int, least: int = 0
+) -> list[Arrays]:
+    """Every example of a task that fits, once, packed into `least` batches or more.
+
+    Rows that are left over are empty. The rows come in the order of the first example in each, so
+    that a few batches are a fair sample and not the longest sentences.
+    """
+    sources, targets = tokens.source.lengths, tokens.target.lengths
+    fits = np.flatnonzero((sources <= source_length) & (targets <= target_length))
+    packed = pack(sources[fits], targets[fits], source_length, target_length)
+    ordered = sorted([(0, int(fits[i])) for i in sorted(row)] for row in packed)
+    ordered += [[]] * max(-len(ordered) % rows, least * rows - len(ordered))
+    return [
+        fill(ordered[i : i + rows], [tokens], source_length, target_length, False)
+        for i in range(0, len(ordered), rows)
+    ]
+
 
 LOAD, SEARCH, ROUTE = "load", "search", "route"
 

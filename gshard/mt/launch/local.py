@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gshard.mt.errors import UserError
 from gshard.mt.launch import status
-from gshard.mt.launch.whereabouts import recorded
+from gshard.mt.launch.status import recorded
 
 _TAIL = 2_000  # bytes of a process's output to look for its last words in
 

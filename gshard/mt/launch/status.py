@@ -1,9 +1,13 @@
-"""The status of a process, in a small file that its parent reads.
+"""What a parent knows of a process: its status in a small file, and where it waits.
 
-A thread writes it every second, so that a process that is stopped falls silent, while one that
-waits for the others does not. The file is for this machine only, at a path that the parent chooses.
-Times are those of the monotonic clock, which all processes of a machine share. The parent creates
-the file, and it is written in place, which works on a full disk.
+A thread writes the status every second, so that a process that is stopped falls silent, while one
+that waits for the others does not. The file is for this machine only, at a path that the parent
+chooses. Times are those of the monotonic clock, which all processes of a machine share. The parent
+creates the file, and it is written in place, which works on a full disk.
+
+When processes are given up, the collectives that they are at say who waits for whom
+(`gshard.recording`): each process keeps them on CPUs unless GSHARD_RECORD is 0, on GPUs with
+GSHARD_RECORD=1. Without it, the statuses say in which step each process is.
 """
 
 from __future__ import annotations
@@ -11,13 +15,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+
+from gshard import recording
 
 VARIABLE = "GSHARD_STATUS"  # the file's path
 SIZE = 4096  # bytes of the file, which a status fits in many times
@@ -121,3 +128,47 @@ def reporting() -> Iterator[Reporter]:
         yield reporter
     finally:
         reporter.close()
+
+
+_FOLDER = "record"
+
+
+def recorded(scratch: Path) -> dict[str, str]:
+    """The variables with which processes keep their positions in a new folder, if they are to."""
+    asked = os.environ.get(recording.VARIABLE, "")
+    if asked == "0":
+        return {}
+    place = scratch / _FOLDER
+    shutil.rmtree(place, ignore_errors=True)  # of the attempt before
+    return {recording.VARIABLE if asked else recording.LAUNCHED: str(place)}
+
+
+def held_up_by(
+    scratch: Path, count: int, status_of: recording.StatusOf = lambda index: None
+) -> tuple[int, str] | None:
+    """Which of `count` processes holds the others up, in words too; None if that is not known.
+
+    A process may start others, which record as runs of their own.
+    """
+
+    def status(index: int) -> int | None:
+        return status_of(index) if index < count else None
+
+    every = recording.read(scratch / _FOLDER, status)
+    for positions in recording.by_run([p for p in every if p.process < count]).values():
+        found = recording.standstill(positions)
+        if found is not None and found.culprits:
+            return found.culprits[0].process, str(found)
+    return None
+
+
+def steps(states: Sequence[Status]) -> str:
+    """In which step each process is, for a run that keeps no more than that."""
+    now = time.monotonic()
+    told = [
+        f"process {index} ({state.process} on {state.host}) after step {state.step:,}, "
+        f"{state.doing} for {now - state.since:.0f} s{', stopped' if state.stopped else ''}"
+        for index, state in enumerate(states)
+        if state.host
+    ]
+    return "; ".join(told)

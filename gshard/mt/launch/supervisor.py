@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Protocol
 
 from gshard.mt.errors import UserError
-from gshard.mt.launch import whereabouts
+from gshard.mt.launch import status
 from gshard.mt.launch.signals import is_second_request, stop_signals
 from gshard.mt.launch.status import ALONE, WAITING, Status
 
@@ -252,9 +252,9 @@ class Supervisor:
         """The failure, after a word on who waits where; it is of the process that is waited for."""
         if failure.status in _USER_ERRORS:
             return failure
-        found = whereabouts.held_up_by(scratch, len(children), lambda index: children[index].poll())
+        found = status.held_up_by(scratch, len(children), lambda index: children[index].poll())
         if found is None:
-            self._note(f"where they are: {whereabouts.steps([c.status() for c in children])}")
+            self._note(f"where they are: {status.steps([c.status() for c in children])}")
             return failure
         index, words = found
         self._note(f"where they are: {words}")

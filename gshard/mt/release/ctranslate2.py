@@ -18,8 +18,8 @@ from ctranslate2.specs import TransformerSpec
 
 from gshard.mt import atomic
 from gshard.mt.errors import UserError
-from gshard.mt.release.card import CARD, card
 from gshard.mt.release.huggingface import inexpressible, layers_of
+from gshard.mt.release.make import CARD, card
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model
 from gshard.nn.layers import sinusoids

@@ -30,7 +30,7 @@ import numpy as np
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import END, PAD, START, UNKNOWN, Tokenizer
 from gshard.mt.errors import UserError
-from gshard.mt.release.card import CARD, card
+from gshard.mt.release.make import CARD, card
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model
 from gshard.mt.training.weights import write_weights

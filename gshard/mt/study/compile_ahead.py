@@ -25,7 +25,7 @@ from gshard.mt.evaluation.baseline_group import compiled_group, stacked_keys
 from gshard.mt.evaluation.baseline_plan import plan_baselines
 from gshard.mt.evaluation.baselines import groups_of
 from gshard.mt.evaluation.evaluate import EvaluateConfig, search_of
-from gshard.mt.evaluation.heldout import tasks_of
+from gshard.mt.evaluation.store import tasks_of
 from gshard.mt.run import Run
 from gshard.mt.study.plan import Study, read_plan
 from gshard.mt.training.prepare import setup_of

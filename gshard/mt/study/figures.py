@@ -20,8 +20,7 @@ from gshard.mt.evaluation.evaluate import EVALUATION
 from gshard.mt.report import measures
 from gshard.mt.report.gathered import gather
 from gshard.mt.report.measures import Curve, centred_mean
-from gshard.mt.study.ledger import TRAINED, read_json
-from gshard.mt.study.plan import Study
+from gshard.mt.study.plan import TRAINED, Study, read_json
 from gshard.pages import Chart, ChartAxis, Series, curves
 
 METRICS = ("bleu", "chrf")

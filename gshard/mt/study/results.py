@@ -14,8 +14,7 @@ from typing import Any
 from gshard.mt import atomic
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.evaluate import EVALUATION, EvaluateConfig
-from gshard.mt.evaluation.heldout import held_out, tasks_of
-from gshard.mt.evaluation.store import Store, folder_of
+from gshard.mt.evaluation.store import Store, folder_of, held_out, tasks_of
 from gshard.mt.report import write_report
 from gshard.mt.report.measures import mean
 from gshard.mt.run import METRICS as RECORDS
@@ -30,8 +29,7 @@ from gshard.mt.study.analysis import (
     verbatim,
 )
 from gshard.mt.study.figures import GROUPS, Scored
-from gshard.mt.study.ledger import TRANSLATED, entry, read_json
-from gshard.mt.study.plan import Study
+from gshard.mt.study.plan import TRANSLATED, Study, entry, read_json
 
 RESULTS, TABLES = "study.json", "tables.md"
 _RESAMPLES = 1000

@@ -22,17 +22,16 @@ from gshard.mt.errors import UserError
 from gshard.mt.launch.status import Reporter
 from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run
-from gshard.mt.training import guard
 from gshard.mt.training.checkpoint import Checkpoints, SaveError
-from gshard.mt.training.identity import refuse_changes
 from gshard.mt.training.journal import Journal
+from gshard.mt.training.loading import refuse_changes
 from gshard.mt.training.prepare import (
     dev_batches,
     prepare,
     programs_and_batches,
     teacher_config,
 )
-from gshard.mt.training.programs import Programs, RunState, StepFigures, joined, parts
+from gshard.mt.training.programs import Programs, RunState, StepFigures, advice, joined, parts
 from gshard.mt.training.released import is_release
 from gshard.mt.training.stopping import Stop
 from gshard.nn.flops import step_flops
@@ -266,7 +265,7 @@ class _Stretch:
             self._log(pending, padding)
         if in_a_row >= config.patience:
             rate = self.run.config.optimizer.learning_rate
-            raise UserError(guard.advice(in_a_row, self.spent.loss, rate))
+            raise UserError(advice(in_a_row, self.spent.loss, rate))
         return now
 
     def _flops(self, arrays: Arrays, tokens: float) -> float:

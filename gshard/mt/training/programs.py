@@ -1,6 +1,9 @@
 """The compiled programs of a run: its first weights, a training step, a loss on dev text.
 
-Each is written as for one device, and partitioned by `gshard.jit` under the run's strategy.
+Each is written as for one device, and partitioned by `gshard.jit` under the run's strategy. The
+loss guard is part of a step: an update that would do harm is left out, and counted. It decides on
+the device, from numbers that are checkpointed with the weights: a run that is resumed decides the
+same, and no step waits for the host.
 """
 
 from __future__ import annotations
@@ -21,21 +24,72 @@ from gshard.mt.batching.batches import Host
 from gshard.mt.batching.packing import Arrays
 from gshard.mt.config import OptimizerConfig, RunConfig, settings
 from gshard.mt.errors import UserError
-from gshard.mt.training import guard, kept_step
-from gshard.mt.training.layouts import for_shapes, layout_of_run
+from gshard.mt.training import kept
+from gshard.mt.training.kept import for_shapes, layout_of_run
 from gshard.nn.config import Batch, Remat, TransformerConfig
 from gshard.nn.optimizer import adafactor, adam, inverse_sqrt
 from gshard.nn.remat import choose_remat
-from gshard.nn.step import (
-    Optimizer,
-    StepMetrics,
-    TrainState,
-    eval_step,
-    init_state,
-    train_step,
-)
+from gshard.nn.step import Optimizer, StepMetrics, TrainState, eval_step, init_state, train_step
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
+
+_MEMORY = 0.98  # of the running mean: about the last 50 losses
+_SETTLED = 50  # losses before anything finite can be called a spike
+_LEAST = 0.02  # of the mean: a deviation never counts as less, however smooth the curve
+
+
+class Guard(NamedTuple):
+    """What is remembered of the losses so far."""
+
+    mean: Array
+    deviation: Array
+    seen: Array
+    skipped: Array  # updates left out, in all
+    in_a_row: Array
+
+    @staticmethod
+    def new() -> Guard:
+        """Nothing seen yet."""
+        zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+        return Guard(zero, zero, none, none, none)
+
+    def judge(self, loss: Array, grad_norm: Array, spike: float) -> tuple[Guard, Array]:
+        """Whether to learn from a step with this loss and gradient, and what to remember."""
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        width = jnp.maximum(self.deviation, _LEAST * jnp.abs(self.mean))
+        usual = (self.seen < _SETTLED) | (loss <= self.mean + spike * width)
+        good = finite & usual
+        # Early on the mean is over what was seen, later it forgets.
+        memory = jnp.minimum(_MEMORY, self.seen / (self.seen + 1.0))
+        loss = jnp.where(good, loss, self.mean)
+        mean = memory * self.mean + (1 - memory) * loss
+        deviation = memory * self.deviation + (1 - memory) * jnp.abs(loss - mean)
+        bad = (~good).astype(jnp.int32)
+        judged = Guard(
+            jnp.where(good, mean, self.mean),
+            jnp.where(good, deviation, self.deviation),
+            self.seen + 1 - bad,
+            self.skipped + bad,
+            (self.in_a_row + 1) * bad,
+        )
+        return judged, good
+
+
+def choose(good: Array, new: Any, old: Any) -> Any:
+    """The tree `new` if the step was good, else `old`."""
+    return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+
+
+def advice(in_a_row: int, loss: float, learning_rate: float) -> str:
+    """What to say when training gives up."""
+    return (
+        f"the last {in_a_row} updates were left out, for losses that were not finite or far above "
+        f"the mean (now {loss:.3g}). The checkpoint before them is good. What helps most often: a "
+        f"lower optimizer.learning_rate (it is {learning_rate:g}) or a longer optimizer.rise; "
+        "float32 instead of bfloat16 (model.dtype); or looking at the data of these steps. "
+        "If the higher loss is intended, raise train.spike"
+    )
+
 
 T = TypeVar("T")
 
@@ -46,7 +100,7 @@ class RunState(NamedTuple):
     """All that a step changes, and all that a checkpoint has to hold."""
 
     train: TrainState
-    guard: guard.Guard
+    guard: Guard
 
 
 class StepFigures(NamedTuple):
@@ -88,7 +142,7 @@ class Setup:
 
     `folder` is the run's, where a layout that gshard chose is kept. `teacher` is the model to learn
     from, or its shapes where nothing but compiling is done. With `keeps_step` a compiled step is
-    found by its settings (`gshard.mt.training.kept_step`).
+    found by its settings (`gshard.mt.training.kept`).
     """
 
     config: RunConfig
@@ -128,7 +182,7 @@ class Programs:
 
         def first(key: Array, strategy: Strategy = strategy) -> RunState:
             fresh = init_state(setup.model, optimizer, jax.random.fold_in(key, 0), strategy)
-            return RunState(fresh, guard.Guard.new())
+            return RunState(fresh, Guard.new())
 
         def dev(model: Transformer, batch: Batch) -> StepMetrics:
             return readable(eval_step(model, batch, strategy=strategy))
@@ -148,9 +202,9 @@ class Programs:
                 **how,
             )
             judged, good = state.guard.judge(metrics.loss, metrics.grad_norm, config.train.spike)
-            kept = guard.choose(good, learned, state.train)._replace(step=learned.step)
+            after = choose(good, learned, state.train)._replace(step=learned.step)
             figures = StepFigures(metrics, judged.skipped, judged.in_a_row)
-            return RunState(kept, judged), readable(figures)
+            return RunState(after, judged), readable(figures)
 
         jit = functools.partial(gshard.jit, devices=self.devices, reproducible=config.reproducible)
         self._jit, self._plain_first, self._plain_step = jit, first, step
@@ -169,15 +223,15 @@ class Programs:
         arguments = self._shapes, self._global(_local(arrays)), self._key, self._teacher
         step: Any = None
         if self._settings is not None:
-            key = kept_step.key_of(self._settings, arguments, self.devices)
-            step = kept_step.find(key, arguments, self.devices)
+            key = kept.key_of(self._settings, arguments, self.devices)
+            step = kept.find(key, arguments, self.devices)
         if step is not None:
             state, *_ = step.in_info
         else:
             lowered = self._partitioned(arguments).lower(*arguments)
             step, (state, *_) = lowered.compile(), lowered.in_info
             if self._settings is not None:
-                kept_step.keep(key, step, self.devices)
+                kept.keep(key, step, self.devices)
         self._compiled[_shapes_of(arrays)] = step
         return state
 

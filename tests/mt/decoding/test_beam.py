@@ -13,8 +13,8 @@ from jax.extend.core import jaxprs_in_params
 
 import gshard
 from gshard.mt.batching.tokenizer import END, PAD, START
-from gshard.mt.decoding.beam import JAX, beam_search, continuations
 from gshard.mt.decoding.search import BeamConfig, FlatSearch, Live
+from gshard.mt.decoding.translator import JAX, beam_search, continuations
 from gshard.mt.evaluation.confidence import forced
 from gshard.nn import Batch, Strategy
 from tests.nn import models

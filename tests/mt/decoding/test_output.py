@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from gshard.mt.decoding.output import FileOutput, Output
+from gshard.mt.decoding.lines import FileOutput, Output
 from gshard.mt.errors import UserError
 
 TEXT = [f"line {n}" for n in range(10)]

@@ -34,9 +34,9 @@ from gshard.mt.evaluation.baseline_plan import (
 )
 from gshard.mt.evaluation.baselines import evaluate_baselines, read_note, train_baselines
 from gshard.mt.evaluation.evaluate import EvaluateConfig
-from gshard.mt.evaluation.expert_loads import batches_of
-from gshard.mt.evaluation.heldout import held_out, tasks_of
 from gshard.mt.evaluation.scores import score
+from gshard.mt.evaluation.store import held_out, tasks_of
+from gshard.mt.evaluation.systems import batches_of
 from gshard.nn import Batch, eval_step, train_step
 from gshard.nn.strategy import ONE_DEVICE
 from tests.nn import models

@@ -16,9 +16,8 @@ from gshard.mt.batching.tokens import in_memory
 from gshard.mt.config import DataConfig, RunConfig
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.evaluate import EvaluateConfig, System, evaluate, examples
-from gshard.mt.evaluation.expert_loads import batches_of, expert_loads
-from gshard.mt.evaluation.heldout import held_out, tasks_of
-from gshard.mt.evaluation.store import Store, Translation
+from gshard.mt.evaluation.store import Store, Translation, held_out, tasks_of
+from gshard.mt.evaluation.systems import batches_of, expert_loads
 from gshard.mt.run import Run
 from gshard.mt.training.checkpoint import Checkpoints
 from gshard.nn import Batch, GatingConfig, Strategy

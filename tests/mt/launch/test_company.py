@@ -10,7 +10,7 @@ import pytest
 
 from gshard.errors import UserError
 from gshard.mt.errors import MissingHostsError
-from gshard.mt.launch import aborts, company
+from gshard.mt.launch import company
 from gshard.mt.launch.company import Company, absent, differences, fingerprint
 
 TIMED_OUT = (
@@ -213,7 +213,7 @@ def test_a_fingerprint_has_versions_sources_switches_and_settings(monkeypatch):
 # Without gshard's packages, which take seconds to load.
 ABORTED = f"""
 import os, runpy, sys, time
-explain = runpy.run_path({aborts.__file__!r})["explain"]
+explain = runpy.run_path({company.__file__!r})["explain_aborts"]
 explain(lambda text: "process 1 is gone" if "heartbeats" in text else None, 75)
 print("for people", file=sys.stderr)
 os.write(2, b"W1116 10:00:00 1 other.cc:1] a warning of C++\\n")

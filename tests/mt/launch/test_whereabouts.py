@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gshard import recording
-from gshard.mt.launch import whereabouts
+from gshard.mt.launch import status
 from gshard.mt.launch.local import ThisMachine
 from gshard.mt.launch.status import Status
 from gshard.mt.launch.supervisor import Supervisor, Timeouts
@@ -33,27 +33,27 @@ with reporting() as reporter:
 
 def test_processes_keep_their_positions_only_if_they_are_to(monkeypatch, tmp_path):
     monkeypatch.setenv(recording.VARIABLE, "0")
-    assert whereabouts.recorded(tmp_path) == {}
-    assert whereabouts.held_up_by(tmp_path, 3) is None
+    assert status.recorded(tmp_path) == {}
+    assert status.held_up_by(tmp_path, 3) is None
     monkeypatch.setenv(recording.VARIABLE, "1")
-    (place,) = whereabouts.recorded(tmp_path).values()
+    (place,) = status.recorded(tmp_path).values()
     for index, entered in enumerate([3, 2, 3]):
         recorder = recording.Recorder(tmp_path / "record", index)
         program = recorder.program("step", [{"kind": "all_reduce", "source": "train.py:9"}] * 3)
         for number in range(entered):
             recorder.enter(0, program, number)
-    index, words = whereabouts.held_up_by(tmp_path, 3)
+    index, words = status.held_up_by(tmp_path, 3)
     assert index == 1
     assert "waits at collective 2 of step (all_reduce, train.py:9)" in words
     monkeypatch.delenv(recording.VARIABLE)
-    assert whereabouts.recorded(tmp_path) == {recording.LAUNCHED: place}  # and another attempt
-    assert whereabouts.held_up_by(tmp_path, 3) is None
+    assert status.recorded(tmp_path) == {recording.LAUNCHED: place}  # and another attempt
+    assert status.held_up_by(tmp_path, 3) is None
     assert place == str(tmp_path / "record")
 
 
 def test_steps_are_told_of_those_who_have_begun():
     states = [Status("red", 811, 17, "training"), Status(), Status("red", 813, 16, "saving")]
-    words = whereabouts.steps(states)
+    words = status.steps(states)
     assert words.startswith("process 0 (811 on red) after step 17, training for ")
     assert "process 1" not in words
     assert "process 2 (813 on red) after step 16, saving for " in words

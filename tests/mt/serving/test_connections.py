@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from gshard.mt.serving import connections
+from gshard.mt.serving import server as serving
 from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import About
 from gshard.mt.serving.settings import LOCAL, Settings
@@ -26,7 +26,7 @@ class Service:
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(connections, "SECONDS", 0.5)
+    monkeypatch.setattr(serving, "IDLE", 0.5)
     server = Server(Service(), Settings(port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -99,8 +99,8 @@ def until_few(server, count):
 
 
 def test_a_slow_one_is_ended_for_a_newcomer(server, monkeypatch):
-    monkeypatch.setattr(connections, "SECONDS", 1e6)
-    monkeypatch.setattr(connections, "most_connections", lambda: 4)
+    monkeypatch.setattr(serving, "IDLE", 1e6)
+    monkeypatch.setattr(serving, "most_connections", lambda: 4)
     with contextlib.ExitStack() as stack:
         wires = [stack.enter_context(connect(server)) for _ in range(8)]
         for wire in wires:

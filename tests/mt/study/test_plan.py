@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from gshard.mt.errors import UserError
-from gshard.mt.study.ledger import length_of
-from gshard.mt.study.plan import ENDLESS, assignments, read_plan
+from gshard.mt.study.plan import ENDLESS, assignments, length_of, read_plan
 from gshard.nn.flops import forward_flops
 
 PLAN = """

@@ -8,8 +8,8 @@ import pytest
 
 from gshard.mt.errors import UserError
 from gshard.mt.run import Run
-from gshard.mt.study import ledger, stages
-from gshard.mt.study.plan import read_plan
+from gshard.mt.study import queue
+from gshard.mt.study.plan import TRAINED, entry, lines, read_json, read_plan
 from gshard.mt.study.queue import Shown, Wanted, work
 from gshard.mt.study.results import write_results
 from tests.mt.runs import Notes, losses
@@ -94,7 +94,7 @@ def shown(progress=None):
 
 
 def all_stages(plan):
-    return [ledger.entry(plan, run).stage for run in plan.runs]
+    return [entry(plan, run).stage for run in plan.runs]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,14 +116,14 @@ def _interrupted_training(plan):
     with pytest.raises(KeyboardInterrupt):
         work(plan, Wanted("trained", ("dense",)), shown(Interrupted(at=4))[0])
     assert all_stages(plan) == ["begun", "waiting", "waiting"]
-    assert "next: dense, to be trained" in ledger.lines(plan)[1]
+    assert "next: dense, to be trained" in lines(plan)[1]
 
     again = Notes()
     assert work(plan, Wanted("trained", ("dense",)), shown(again)[0])
     assert any(note.startswith("resuming at step") for note in again.notes)
     run = Run.open(plan.place("dense"))
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
-    trained = ledger.read_json(plan.place("dense") / ledger.TRAINED)
+    trained = read_json(plan.place("dense") / TRAINED)
     assert trained["step"] == 6
     assert trained["tokens"] == [r for r in run.metrics() if r["kind"] == "train"][-1]["tokens"]
     assert all_stages(plan) == ["trained", "waiting", "waiting"]
@@ -143,7 +143,7 @@ def test_a_study_from_its_plan_to_its_report(tmp_path, corpus):
     assert {n: longer[n] for n in range(1, 7)} == losses(run)  # it began with these steps
     assert sorted(longer) == list(range(1, 9))
 
-    moe = ledger.entry(plan, plan.run("moe"))
+    moe = entry(plan, plan.run("moe"))
     assert 0.5 * TOKENS < moe.tokens < 2 * TOKENS
 
     _scored_without_weights(plan)
@@ -172,7 +172,7 @@ def _scored_without_weights(plan):
     assert [model["name"] for model in results["models"]] == ["dense", "moe", "longer"]
     (compared,) = results["comparisons"]
     assert compared["groups"]["all"]["chrf"]["languages"] == 3
-    evaluation = ledger.read_json(plan.place("moe") / "evaluation.json")
+    evaluation = read_json(plan.place("moe") / "evaluation.json")
     assert results["models"][1]["chrf"] == pytest.approx(evaluation["averages"]["all"]["chrf"])
     assert len(evaluation["experts"]["encoder"]["de-en"][0]) == 4
 
@@ -183,6 +183,6 @@ def test_what_is_missing_is_said(tmp_path, corpus):
         work(plan, Wanted(only=("dens",)), shown()[0])
     with pytest.raises(UserError, match="dense is not trained yet, and longer continues it"):
         work(plan, Wanted(only=("longer",)), shown()[0])
-    stages.prepare(plan, plan.run("dense"))
+    queue.prepare(plan, plan.run("dense"))
     with pytest.raises(UserError, match="has not been translated with yet"):
-        stages.score(plan, plan.run("dense"), Notes())
+        queue.score(plan, plan.run("dense"), Notes())

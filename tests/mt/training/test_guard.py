@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gshard.mt.training.guard import Guard, advice, choose
+from gshard.mt.training.programs import Guard, advice, choose
 
 SPIKE = 6.0
 

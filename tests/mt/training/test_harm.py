@@ -17,8 +17,7 @@ from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.training import loop
 from gshard.mt.training.checkpoint import Checkpoints, SaveError
-from gshard.mt.training.identity import differences, identity
-from gshard.mt.training.loading import load_model
+from gshard.mt.training.loading import differences, identity, load_model
 from gshard.mt.training.loop import train
 from gshard.mt.training.programs import Programs
 from tests.mt.runs import Notes, losses, with_train

@@ -16,7 +16,7 @@ import gshard
 from gshard.mt import config as config_module
 from gshard.mt.launch import company
 from gshard.mt.presets import preset
-from gshard.mt.training import kept_step
+from gshard.mt.training import kept
 from gshard.mt.training.programs import Programs, Setup
 from gshard.nn.strategy import ONE_DEVICE
 from tests.mt.runs import run_config
@@ -27,7 +27,7 @@ SETTINGS = {"optimizer.rise": 5, "model.experts": 8}
 
 
 def key(given=SETTINGS, arguments=(SHAPE, {"a": SHAPE}), devices=None):
-    return kept_step.key_of(given, arguments, devices or jax.devices())
+    return kept.key_of(given, arguments, devices or jax.devices())
 
 
 @contextlib.contextmanager
@@ -101,9 +101,9 @@ def test_what_is_found_computes_the_same():
     state, batch = {"w": jnp.eye(4)}, jnp.arange(64.0).reshape(16, 4)
     made, devices = compiled(step, state, batch), jax.devices()
     name = key(arguments=(state, batch))
-    assert kept_step.find(name, (state, batch), devices) is None
-    assert kept_step.keep(name, made, devices)
-    found = kept_step.find(name, (state, batch), devices)
+    assert kept.find(name, (state, batch), devices) is None
+    assert kept.keep(name, made, devices)
+    found = kept.find(name, (state, batch), devices)
     assert jax.tree.map(lambda x: x.shape, found.in_info) == ({"w": (4, 4)}, (16, 4))
     shards = found.in_info[1].sharding.shard_shape((16, 4))
     assert shards == (2, 4)
@@ -111,7 +111,7 @@ def test_what_is_found_computes_the_same():
     got = found(*found.place(*jax.tree.map(jnp.copy, (state, batch))))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert kept_step.find(key(arguments=(batch, state)), (batch, state), devices) is None
+    assert kept.find(key(arguments=(batch, state)), (batch, state), devices) is None
 
 
 def test_what_exists_in_one_process_only_is_not_kept():
@@ -120,9 +120,9 @@ def test_what_exists_in_one_process_only_is_not_kept():
         return x + 1
 
     rows = jnp.ones((8, 3))
-    assert not kept_step.keep(key(), compiled(tells, rows), jax.devices())
+    assert not kept.keep(key(), compiled(tells, rows), jax.devices())
     uneven = compiled(lambda x: gshard.split(x, 0, 8) + 1, jnp.ones((9, 3)))
-    assert not kept_step.keep(key(), uneven, jax.devices())
+    assert not kept.keep(key(), uneven, jax.devices())
 
 
 @pytest.mark.slow

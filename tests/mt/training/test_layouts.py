@@ -14,7 +14,8 @@ from gshard.mt import hosts
 from gshard.mt.errors import UserError
 from gshard.mt.launch.local import free_port, member
 from gshard.mt.run import Run
-from gshard.mt.training import layouts, loop
+from gshard.mt.training import kept as layouts
+from gshard.mt.training import loop
 from gshard.mt.training.programs import readable
 from tests.mt.runs import losses, run_config, with_devices, with_train
 from tests.mt.training.test_loop import Notes
@@ -55,7 +56,7 @@ import jax.numpy as jnp
 import gshard
 from gshard.mt import hosts
 from gshard.mt.launch.environment import Hosts
-from gshard.mt.training import layouts
+from gshard.mt.training import kept as layouts
 
 me = int(os.environ["GSHARD_PROCESS"])
 hosts.start(4, Hosts(os.environ["GSHARD_COORDINATOR"], 2, me))
