@@ -1,10 +1,11 @@
 """What a study finds beside scores: differences that are sure, what experts learnt, recitals.
 
 Whether one system is better than another is seen by a paired bootstrap. A figure over a hundred
-languages is a sample twice: of languages, and of sentences in each. So both are drawn again, with
-replacement: a language, then as many of its sentences as it has, the same ones for both systems
-(Koehn 2004, with a level above). The statistic is the mean over the drawn languages of the
-difference of their corpus scores.
+languages is a sample twice: of languages, and of English sentences. So both are drawn again, with
+replacement, the same ones for both systems (Koehn 2004, with a level above). An English sentence is
+drawn once for all languages that have a translation of it: its rows are not independent, and as if
+they were, intervals would be too narrow (a cluster bootstrap). The statistic is the mean over the
+drawn languages of the difference of their corpus scores.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ METRICS: tuple[MetricName, ...] = ("bleu", "chrf")
 
 @dataclass(frozen=True)
 class PairedTexts:
-    """Two systems' translations of one language's sentences, and the references."""
+    """Two systems' translations of one language's sentences, the references and the English."""
 
     first: tuple[str, ...]
     second: tuple[str, ...]
     references: tuple[str, ...]
+    english: tuple[str, ...]
     target: str = "en"
 
 
@@ -69,6 +71,8 @@ def paired_bootstrap(
     """The difference of the mean scores over languages, with its interval and p-value."""
     rng = np.random.default_rng(seed)
     chosen_RL = drawn_languages(len(pairs), resamples, rng)
+    place_of = {text: n for n, text in enumerate(sorted({t for p in pairs for t in p.english}))}
+    weight_RE = drawn_sentences(len(place_of), resamples, rng)
     total_R = np.zeros(resamples)
     differences = []
     for place, pair in enumerate(pairs):
@@ -80,14 +84,12 @@ def paired_bootstrap(
         a, b = (metric._compute_score_from_stats(list(side.sum(axis=0))).score for side in sides)
         differences.append(a - b)
         times_R = (chosen_RL == place).sum(axis=1)
-        resample_D = np.repeat(np.arange(resamples), times_R)  # of each time it was drawn
-        weight_DN = drawn_sentences(len(pair.references), len(resample_D), rng)
+        drawn_D = np.flatnonzero(times_R)
+        weight_DN = weight_RE[drawn_D][:, [place_of[text] for text in pair.english]]
         sums = [weight_DN @ side for side in sides]
-        for resample, first, second in zip(resample_D, *sums, strict=True):
-            scores = (
-                metric._compute_score_from_stats(list(each)).score for each in (first, second)
-            )
-            total_R[resample] += next(scores) - next(scores)
+        for resample, first, second in zip(drawn_D, *sums, strict=True):
+            a, b = (metric._compute_score_from_stats(list(each)).score for each in (first, second))
+            total_R[resample] += times_R[resample] * (a - b)
     means_R = total_R / len(pairs)
     low, high = np.percentile(means_R, [2.5, 97.5])
     return ScoreDifference(
@@ -106,7 +108,7 @@ def drawn_languages(count: int, resamples: int, rng: np.random.Generator) -> np.
 
 
 def drawn_sentences(count: int, draws: int, rng: np.random.Generator) -> np.ndarray:
-    """For each draw how often each of `count` sentences is in it: [D, N]."""
+    """For each draw how often each of `count` English sentences is in it: [D, E]."""
     return rng.multinomial(count, np.full(count, 1 / count), size=draws).astype(np.float64)
 
 

@@ -199,7 +199,8 @@ def comparisons(
         if not {first, second} <= names:
             continue
         notes = [read_json(plan.place(name) / TRANSLATED) or {} for name in (first, second)]
-        key = " ".join([first, second, *(note.get("digest", "") for note in notes)])
+        # What is drawn is part of the key: a study made before that has narrower intervals.
+        key = " ".join(["english", first, second, *(note.get("digest", "") for note in notes)])
         made.append(known.get(key) or _compared(plan, first, second, key))
     return made
 
@@ -235,7 +236,9 @@ def paired_translations(plan: Study, first: str, second: str) -> dict[str, Paire
             if None in found:
                 raise UserError(f"{store.folder} lacks translations of {held.task}")
             texts.append(tuple(each.text for each in found if each is not None))
-        pairs[str(held.task)] = PairedTexts(texts[0], texts[1], held.references, held.task.target)
+        target = held.task.target
+        english = held.references if target == "en" else held.sources
+        pairs[str(held.task)] = PairedTexts(texts[0], texts[1], held.references, english, target)
     return pairs
 
 

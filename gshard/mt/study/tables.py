@@ -20,7 +20,7 @@ def all_tables(results: Mapping[str, Any]) -> str:
         ("By resource", resources(results)),
         ("By direction", directions(results)),
         ("What a training cross-entropy costs", efficiency(results)),
-        ("Paired bootstrap over languages and sentences", comparisons(results)),
+        ("Paired bootstrap over languages and English sentences", comparisons(results)),
         ("Translated or memorised", verbatim(results)),
         ("What the experts learnt", experts(results)),
         ("Examples", examples(results)),
