@@ -28,7 +28,7 @@ from gshard.tensors import padding
 from gshard.tensors.factors import Assignment, Factors
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, byte_size
+from gshard.tensors.tile import Held, Tile, byte_size
 
 
 @dataclass(frozen=True)
@@ -221,14 +221,15 @@ def _gather(
         params = eqn.params | {"slice_sizes": windows.sizes, "indices_are_sorted": in_order}
         array = eqn.primitive.bind(*(t.array for t in tiles), **params)
         return [Tile(array, way.results[0], shape)]
-    part = Tile(_look_up(eqn, windows), way.results[0], shape, "gather")
+    array, held = _look_up(eqn, windows)
+    part = Tile(array, way.results[0], shape, "gather", held)
     if ctx.stays_unreduced(eqn.outvars[0], part, way.kind):
         return [part]
     return [combine_disjoint(ctx.place, part, targets[0])]
 
 
-def _look_up(eqn: JaxprEqn, windows: IndexedWindows) -> jax.Array:
-    """The elements of the windows in this tile, and zeros for the others."""
+def _look_up(eqn: JaxprEqn, windows: IndexedWindows) -> tuple[jax.Array, Held]:
+    """The elements of the windows in this tile, and zeros for the others; and which those are."""
     (starts, inside), sizes, roles = windows.starts, windows.sizes, windows.roles
     x = windows.with_margins
     clamped = [
@@ -254,14 +255,17 @@ def _look_up(eqn: JaxprEqn, windows: IndexedWindows) -> jax.Array:
     def beside(values: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(values, out.shape, roles.beside)
 
+    parts = any(f"o{d}" in roles.windows for d in windows.cut)  # of a window may be elsewhere
+    dims = tuple(range(out.ndim) if parts else roles.beside)
+    held = jnp.ones([out.shape[d] for d in dims], bool)
     if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP:
         fill = lax.full_like(out, eqn.params["fill_value"])
         out = lax.select(beside(inside), out, fill)
     for d, start in starts.items():
         if windows.chosen.get(f"k{d}"):
-            row = beside(start)
+            row = beside(start) if parts else start
             if f"o{d}" in roles.windows:
                 row += lax.broadcasted_iota(jnp.int32, out.shape, roles.windows.index(f"o{d}"))
-            mine = (row >= 0) & (row < windows.operand.array.shape[d])
-            out = lax.select(mine, out, padding.blank(out.shape, out.dtype))
-    return out
+            held &= (row >= 0) & (row < windows.operand.array.shape[d])
+    mine = lax.broadcast_in_dim(held, out.shape, dims)
+    return lax.select(mine, out, padding.blank(out.shape, out.dtype)), Held(held, dims)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,18 @@ class Identity:
 Key = tuple[Identity, tuple[int, ...]]
 
 
+class Held(NamedTuple):
+    """Which rows of a lookup a device has; the others are zeros here. A mask over some dims."""
+
+    mask: jax.Array
+    dims: tuple[int, ...]
+
+    def select(self, array: jax.Array, dims: Sequence[int], otherwise: float) -> jax.Array:
+        """`array`, of which these dims are the mask's, with another value for the other rows."""
+        mask = lax.broadcast_in_dim(self.mask, array.shape, dims)
+        return lax.select(mask, array, lax.full_like(array, otherwise))
+
+
 @dataclass(frozen=True)
 class Tile:
     """A device's part of a tensor of logical `shape`.
@@ -43,13 +55,14 @@ class Tile:
     Along a split dim tile c starts at row c * array.shape[dim]. That size is the sharding's
     `ceil(size / tiles)`, except temporarily: a reshard or a reshape may leave larger tiles for
     `moving.retile` to even out. `origin` is the operator that left a value unreduced, for the
-    reason of the collective that will reduce it.
+    reason of the collective that will reduce it, and `held` the rows of it that are not zero.
     """
 
     array: jax.Array
     sharding: Sharding
     shape: tuple[int, ...]
     origin: str = ""
+    held: Held | None = None
 
     @property
     def key(self) -> Key:

@@ -56,6 +56,27 @@ def test_weights_that_are_split_by_bags_go_to_the_rows(name):
     assert sent(low) == (BAG + 2 * B * K * 4) * 7 // 8
 
 
+INFINITE = WEIGHTED | {
+    "divided by zero": lambda x, i, w: (x[i] / jnp.where(w == jnp.inf, 0, 1)[..., None]).sum(1),
+    "one weight for all": lambda x, i, w: (x[i] * w[3, 5]).sum(1),
+    "one for a place": lambda x, i, w: jnp.einsum("bkm,k->bm", x[i], w[3]),
+    "columns": lambda x, i, w: x[i] @ jnp.stack([w[3], w[4]], 1)[:M].repeat(2, 0)[:M],
+    "in another order": lambda x, i, w: (x[i].transpose(2, 0, 1)[..., None] * w[..., None]).sum(2),
+}
+
+
+@pytest.mark.parametrize("name", INFINITE)
+def test_rows_that_a_device_lacks_stay_zero_times_infinity(name):
+    """They are zeros there, and would be NaN; only rows that are zeros themselves are."""
+    weights = np.abs(random_array((B, K), seed=1)) + 0.1
+    weights[::2, 5] = np.inf
+    weights[3, 5] = np.inf
+    x = np.abs(table()) + 0.1
+    x[5] = 0
+    args = [x, rows((B, K)), weights]
+    check(INFINITE[name], *args, inputs=[TABLE], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("take", [jnp.sum, jnp.mean])
 def test_bags_in_bfloat16_are_reduced_in_the_type_of_their_sums(take):
     args = [table(jnp.bfloat16), rows((B, K))]

@@ -11,24 +11,27 @@ lead to carried values that stay unreduced. It is never done in a narrower type 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving.partial import combine_cost, reducing_key
 from gshard.moving.plan import reshard_cost
 from gshard.moving.reductions import mask_for
 from gshard.rules.base.rule import RULES, Context, RegionRule, Rule
-from gshard.rules.base.uses import linear_groups
+from gshard.rules.base.uses import NOTHING, linear_groups
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, decompose, shard_dims, shard_result
 from gshard.tensors.sharding import Sharding, Split, compatible
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Held, Tile
 
 
 def can_stay(tile: Tile) -> bool:
@@ -100,15 +103,65 @@ def _locally(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factor
         return None
     wanted, here = found
     moved = [n for n, t in enumerate(tiles) if t.sharding.reduced is not wanted[n]]
-    if moved and _moved(tiles, wanted) > _saved(ctx, eqn, tiles):
+    rows = _Rows.of(eqn, tiles, factors)
+    if rows.are_mixed or (moved and _moved(tiles, wanted) > _saved(ctx, eqn, tiles)):
         return None
     reason = Reason("operand", eqn.primitive.name)
     ready = [
         mask_for(ctx.place, ctx.reshard(t, w, reason) if n in moved else t, dims, factors)
         for n, (t, w, dims) in enumerate(zip(tiles, wanted, factors.operands, strict=True))
     ]
-    (array,) = rule.local(ctx, eqn, ready, [here.local_shape(shape)])
-    return Tile(array, here, shape, next(t.origin for t in tiles if t.is_unreduced))
+    (array,) = rule.local(ctx, eqn, rows.for_product(ready), [here.local_shape(shape)])
+    origin = next(t.origin for t in tiles if t.is_unreduced)
+    return Tile(rows.of_product(array), here, shape, origin, rows.after)
+
+
+class _Rows(NamedTuple):
+    """The rows of a lookup in an operator, if its one unreduced operand is such.
+
+    Those that other devices have are zeros here, whatever they are multiplied by: the others' zeros
+    times infinity would be NaN. `dims` are those of the mask in every operand that has them all.
+    """
+
+    held: Held | None = None
+    is_product: bool = False
+    dims: Mapping[int, list[int]] = NOTHING
+    after: Held | None = None
+
+    @staticmethod
+    def of(eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factors) -> _Rows:
+        """The rows in the operands of an equation, and in its result if that has all their dims."""
+        number, *others = [n for n, t in enumerate(tiles) if t.is_unreduced]
+        if (held := tiles[number].held) is None or others:
+            return _Rows()
+        names = [factors.operands[number][d] for d in held.dims]
+        tensors = (*factors.operands, factors.results[0])
+        dims = {
+            n: [named.index(name) for name in names]
+            for n, named in enumerate(tensors)
+            if n != number and set(names) <= set(named)
+        }
+        after = dims.pop(len(tiles), None)
+        product = eqn.primitive in (p.mul_p, p.div_p, p.dot_general_p)
+        return _Rows(held, product, dims, None if after is None else Held(held.mask, tuple(after)))
+
+    @property
+    def are_mixed(self) -> bool:
+        """Whether a product sums some of them that no other operand tells apart."""
+        return self.is_product and self.after is None and not self.dims
+
+    def for_product(self, tiles: list[Tile]) -> list[Tile]:
+        """Operands with 1 in the place of what others' rows are multiplied by, before a sum."""
+        if self.held and self.is_product and not self.after:
+            for n, dims in self.dims.items():
+                array = self.held.select(tiles[n].array, dims, 1)
+                tiles[n] = replace(tiles[n], array=array)
+        return tiles
+
+    def of_product(self, array: jax.Array) -> jax.Array:
+        """The result with zeros in others' rows."""
+        masked = self.is_product and self.after
+        return masked.select(array, masked.dims, 0) if masked else array
 
 
 def fitted(
