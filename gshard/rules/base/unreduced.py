@@ -119,7 +119,7 @@ def _locally(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factor
 class _Rows(NamedTuple):
     """The rows of a lookup in an operator, if its one unreduced operand is such.
 
-    Those that other devices have are zeros here, whatever they are multiplied by: the others' zeros
+    Rows of other devices are zeros here, whatever they are multiplied by: without a mask, zeros
     times infinity would be NaN. `dims` are those of the mask in every operand that has them all.
     """
 
