@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 
 import gshard
+from benchmarks import pipelines
 from benchmarks.forecast_users import cnn, lstm
 from benchmarks.llama import Llama
 
@@ -190,6 +191,13 @@ def users(make: Callable, devices: int):
     return step_of(loss, params, *shapes, devices=devices)
 
 
+def pipeline(schedule: str):
+    """A Transformer in 4 stages; the gradient alone, since weights are not given up."""
+    step = pipelines.step_of(4, 8, schedule)
+    arguments = pipelines.shapes(pipelines.SMALL, pipelines.SMALL.L)
+    return gshard.jit(step, devices=jax.devices()[:4]).lower(*arguments)
+
+
 PROGRAMS: dict[str, Callable[[], gshard.Lowered]] = {
     "dense, 1 device": partial(dense, 1),
     "dense, 1 device, remat": partial(dense, 1, True),
@@ -219,6 +227,9 @@ PROGRAMS: dict[str, Callable[[], gshard.Lowered]] = {
     "nnx CNN, 8 devices": partial(users, cnn, 8),
     "Equinox LSTM, 1 device": partial(users, lstm, 1),
     "Equinox LSTM, 8 devices": partial(users, lstm, 8),
+    "1f1b, 4 stages": partial(pipeline, "1f1b"),
+    "zb-h1, 4 stages": partial(pipeline, "zb-h1"),
+    "zbv, 4 stages": partial(pipeline, "zbv"),
 }
 
 

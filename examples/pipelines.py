@@ -28,7 +28,7 @@ def moe(x_BSM, layer, per_stage: int):
     chosen_TE = jax.nn.one_hot(jnp.argmax(gates_TE, -1), experts)
     slots = 2 * len(x_TM) // experts
     place_TE = (jnp.cumsum(chosen_TE, 0) - 1) * chosen_TE
-    mask_TEC = chosen_TE[..., None] * jax.nn.one_hot(place_TE, slots)
+    mask_TEC = chosen_TE[..., None] * jax.nn.one_hot(place_TE.astype(int), slots)
     sent_ECM = gshard.split(jnp.einsum("TEC,TM->ECM", mask_TEC, x_TM), 0, per_stage)
     hidden_ECF = jax.nn.relu(jnp.einsum("ECM,EMF->ECF", sent_ECM, layer["up"]))
     back_ECM = jnp.einsum("ECF,EFM->ECM", hidden_ECF, layer["down"])

@@ -283,7 +283,7 @@ class Jitted(Generic[P, R]):
         mesh = mesh_of([*leaves, *self._keywords.shardings])
         order = self._order(mesh)
         self.options.check_count(order.count)
-        with tracing_for(order, self.options.target(order.devices)):
+        with tracing_for(order, self.options.target(order.devices), self.options.hardware):
             traced = self._traces.trace(*structs(self._known, args), **structs(self._known, kwargs))
         return traced, order, mesh or mesh_in(traced.jaxpr)
 

@@ -177,7 +177,7 @@ def _inside(operator: DeviceOperator, compiler: Compiler) -> _Peak:
     return max(peaks, key=lambda p: p.bytes)
 
 
-_IN_PLACE = {p.dynamic_update_slice_p, p.select_and_scatter_add_p}
+_IN_PLACE = {p.dynamic_update_slice_p, p.select_and_scatter_add_p, p.scan_p, p.while_p}
 
 
 def _written_over(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +13,14 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
-from gshard.forecast.work import product_of
-from gshard.graph.kinds import PRODUCTS
-from gshard.graph.regions import bodies, runs_of
+from gshard.forecast.hardware import accelerator, hardware
 from gshard.graph.source import here
-from gshard.pipelining import execution, schedules
+from gshard.pipelining import execution
+from gshard.pipelining.choice import Costs, chosen
 from gshard.pipelining.meaning import Bodies, Pipe, pipeline_p, run
-from gshard.pipelining.passes import differentiated, floats, is_float, scored
-from gshard.pipelining.schedules import Schedule
-from gshard.tensors.annotate import Annotation, annotate, devices_of_trace
+from gshard.pipelining.passes import Layer, differentiated, floats, is_float, with_gradients
+from gshard.pipelining.schedules import Schedule, forward_only, make, parse
+from gshard.tensors.annotate import Annotation, annotate, devices_of_trace, hardware_of_trace
 from gshard.tensors.sharding import Sharding, Split
 
 assert execution  # importing it registers the rule
@@ -49,34 +49,35 @@ def pipeline(
     own as text, a line for each stage (docs/howto/pipelines.md).
     """
     try:
-        chosen = _chosen(schedule, stages, microbatches)
+        given = _given(schedule, stages, microbatches)
         traced = _traced(block, weights, x, head, targets, microbatches)
-        count, positions = devices_of_trace(), len(chosen.positions)
+        count, parts = devices_of_trace(), len(given.positions) if given else stages
         if count > 1 and (stages > count or count % stages):
             raise ValueError(f"{stages} stages on {count} devices; allowed are divisors of {count}")
-        if traced.layers < positions:
+        if traced.layers < parts:
             raise ValueError(
-                f"{traced.layers} layers cannot be in {positions} parts ({chosen.name}, "
-                f"{chosen.chunks} on each of {stages} stages): a part needs a layer"
+                f"{traced.layers} layers cannot be in {parts} parts ({parts // stages} on each of "
+                f"{stages} stages): a part needs a layer"
             )
+        run = _Run(given, stages, microbatches, traced, count)
     except ValueError as error:
         raise ValueError(f"{here()}: gshard.pipeline: {error}") from None
-    found = _Run(chosen, traced, count)(*traced.operands)
+    found = run(*traced.operands)
     if head is None:
         found = [jnp.swapaxes(y, 0, 1).reshape(-1, *y.shape[2:]) for y in found]
     return jax.tree.unflatten(traced.results, found)
 
 
-def _chosen(schedule: str | Schedule, stages: int, microbatches: int) -> Schedule:
-    """The schedule that the user named, or gave as a table."""
+def _given(schedule: str | Schedule, stages: int, microbatches: int) -> Schedule | None:
+    """The schedule that the user named, or gave as a table; None for "auto"."""
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value < 1:
             raise ValueError(f"{name}={value}: at least 1 is allowed")
-    if isinstance(schedule, str) and "\n" in schedule.strip():
-        schedule = schedules.parse(schedule)
+    if schedule == "auto":
+        return None
     if isinstance(schedule, str):
-        name = "zb-h1" if schedule == "auto" else schedule
-        schedule = schedules.make(name, stages, microbatches)
+        is_table = "\n" in schedule.strip()
+        schedule = parse(schedule) if is_table else make(schedule, stages, microbatches)
     if (schedule.stages, schedule.microbatches) != (stages, microbatches):
         raise ValueError(
             f"the schedule is for {schedule.stages} stages and {schedule.microbatches} "
@@ -92,7 +93,7 @@ class _Traced:
     layers: int
     block: ClosedJaxpr
     head: ClosedJaxpr | None
-    operands: Operands  # closures, the head's, weights, inputs, targets
+    operands: Operands  # the head's closures, closures, weights, inputs, targets
     results: Any  # their tree
 
 
@@ -131,48 +132,65 @@ def _traced(
             )
         scores, own = _without_constants(scores), list(scores.consts)
     leaves = (jax.tree.leaves(part) for part in (weights, inputs, goals))
-    operands = (list(found.consts), own, *leaves)
+    operands = (own, list(found.consts), *leaves)
     return _Traced(layers, _without_constants(found), scores, operands, jax.tree.structure(output))
 
 
 class _Run:
-    """A pipeline as a function of its flat operands, with a gradient of its own."""
+    """A pipeline as a function of its flat operands, with a gradient of its own.
 
-    def __init__(self, schedule: Schedule, traced: _Traced, devices: int):
-        self.schedule, self.traced, self.devices = schedule, traced, devices
-        self.head = _flops(traced.head) / max(_flops(traced.block), 1.0)  # in layers
+    In stages where `gshard.jit` traces for several devices; otherwise what it means.
+    """
+
+    def __init__(
+        self, given: Schedule | None, stages: int, count: int, traced: _Traced, devices: int
+    ):
+        self.traced, self.devices = traced, devices
+        self.schedule, self.head = make("1f1b", 1, count), 0.0
+        self.layers: tuple[int, ...] = (traced.layers,)
+        if devices > 1:
+            machine = hardware_of_trace() or accelerator()
+            score = traced.head and with_gradients(
+                traced.head, sum(len(traced.operands[part]) for part in (0, 3))
+            )
+            operands = [len(part) for part in traced.operands[1:3]]
+            costs = Costs.of(
+                self._layer, score, operands, machine or hardware("h100"), devices // stages
+            )
+            limit = machine.memory if machine else float("inf")
+            found = chosen(given, stages, count, traced.layers, costs, limit)
+            (self.schedule, self.layers), self.head = found, costs.head_in_layers
         self._call = jax.custom_vjp(self._forward)
         self._call.defvjp(self._with_residuals, self._backward, symbolic_zeros=True)
 
     def __call__(self, *operands: list[Any]) -> Any:
         return self._call(*operands)
 
+    @functools.cached_property
+    def _layer(self) -> Layer:
+        _, closures, weights, *_ = self.traced.operands
+        return differentiated(self.traced.block, len(closures) + len(weights))
+
     def _forward(self, *operands: list[Any]) -> list[Any]:
         passes = (self.traced.block, None, None, self.traced.head)
-        return self._run(schedules.forward_only(self.schedule), passes, (*operands, []))
+        return self._run(forward_only(self.schedule), passes, (*operands, []))
 
     def _gradients(
         self, head: ClosedJaxpr, operands: Operands, cotangents: Sequence[Any]
     ) -> list[Any]:
-        """Gradients of closures, the head's closures, weights and inputs, after the scores."""
-        closures, own, weights, inputs, *_ = operands
-        layer = differentiated(self.traced.block, len(closures) + len(weights))
-        score = scored(head, len(own), len(inputs))
+        """Gradients of the head's closures, closures, weights and inputs, after the scores."""
+        layer, score = self._layer, with_gradients(head, len(operands[0]) + len(operands[3]))
         passes = (layer.forward, layer.backward, layer.weights, score)
         return self._run(self.schedule, passes, (*operands, list(cotangents)))
 
     def _run(self, schedule: Schedule, passes: Bodies, operands: Operands) -> list[Any]:
-        """In stages where `gshard.jit` traces for several devices; otherwise what it means."""
-        if self.devices == 1:
-            schedule = schedules.make("1f1b", 1, schedule.microbatches)
-        layers = balanced(self.traced.layers, len(schedule.positions), self.head)
-        pipe = Pipe(schedule, layers, tuple(map(len, operands)), self.head)
-        closures, own, weights, inputs, *rest = operands
+        pipe = Pipe(schedule, self.layers, tuple(map(len, operands)), self.head)
+        own, closures, weights, inputs, *rest = operands
         others = (*inputs, *(array for part in rest for array in part))
         if self.devices == 1:
-            return run(*closures, *own, *weights, *others, pipe=pipe, bodies=passes)
+            return run(*own, *closures, *weights, *others, pipe=pipe, bodies=passes)
         staged = map(self._by_stage, pipe.taken(weights, pipe.rows))
-        results = pipeline_p.bind(*closures, *own, *staged, *others, pipe=pipe, bodies=passes)
+        results = pipeline_p.bind(*own, *closures, *staged, *others, pipe=pipe, bodies=passes)
         last = len(results) - len(floats(inputs))
         first = last - len(floats(weights)) if passes[1] else last
         rows = list(map(self._by_stage, results[first:last]))
@@ -209,7 +227,7 @@ class _Run:
         found, head = [_plain(c) for c in cotangents if is_float(c)], self.traced.head
         if head is None:
             outputs = [jax.ShapeDtypeStruct(y.shape[1:], y.dtype) for y in operands[3]]
-            operands = [operands[0], [], *operands[2:4], found]
+            operands = [[], *operands[1:4], found]
             gradients = self._gradients(_product(outputs), operands, [jnp.float32(1)])[1:]
         elif gradients is None:
             gradients = self._gradients(head, operands, found)[len(head.out_avals) :]
@@ -234,29 +252,6 @@ def _product(outputs: Sequence[Any]) -> ClosedJaxpr:
         return sum(jnp.sum(y * c).astype(jnp.float32) for y, c in pairs)
 
     return jax.make_jaxpr(product)(list(outputs), floats(outputs))
-
-
-def balanced(layers: int, positions: int, head: float) -> tuple[int, ...]:
-    """How many layers each position has, at least one; the head costs the last `head` more.
-
-    Equal numbers, where others gain nothing: rows of the weights are then where they are needed.
-    """
-    costs, counts = [1.0] * (positions - 1) + [1.0 + head], [1] * positions
-    for _ in range(layers - positions):
-        least = costs.index(min(costs))
-        costs[least] += 1
-        counts[least] += 1
-    even = layers // positions
-    if layers % positions == 0 and even + head <= max(costs):
-        return (even,) * positions
-    return tuple(counts)
-
-
-def _flops(program: Any) -> float:
-    """The operations of a program's products."""
-    eqns = program.eqns if program is not None else ()
-    own = sum(product_of(eqn).flops for eqn in eqns if eqn.primitive in PRODUCTS)
-    return float(own + sum(runs_of(eqn) * _flops(body) for eqn in eqns for body in bodies(eqn)))
 
 
 def _without_constants(closed: ClosedJaxpr) -> ClosedJaxpr:

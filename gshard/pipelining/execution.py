@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,12 +23,12 @@ from jax.extend.core import JaxprEqn
 from gshard.graph.reason import Reason
 from gshard.graph.ticks import Ticks
 from gshard.moving import collectives
-from gshard.pipelining.machine import Arrays, Machine, Row, State, all_at, put
+from gshard.pipelining.machine import Arrays, Machine, State, all_at, put
 from gshard.pipelining.meaning import Bodies, Pipe, pipeline_p
 from gshard.pipelining.partition import Stages
 from gshard.pipelining.passes import floats
-from gshard.pipelining.routes import HEAD, LOCAL, Pairs, Routes, route
-from gshard.pipelining.schedules import B, W
+from gshard.pipelining.routes import HEAD, LOCAL, Pairs, Routes, Row, route
+from gshard.pipelining.schedules import W
 from gshard.rules.base.rule import Context, Doc, region
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -46,7 +47,7 @@ class Execution:
     @functools.cached_property
     def routes(self) -> Routes:
         """What every stage does in every tick."""
-        return route(self.pipe.schedule)
+        return route(self.pipe.schedule, self.pipe.layers)
 
     def run(self) -> Arrays:
         """What this device has of the results."""
@@ -56,46 +57,27 @@ class Execution:
         return self.machine.results(end, count)
 
     def tick(self, state: State, row: Row) -> tuple[State, None]:
-        """One operation, then what it hands on, to neighbours or to itself.
-
-        A conditional copies what its branches return. The sums are as large as the weights, so that
-        the head and W are loops of no or one run, which update them in place.
-        """
-        machine, op = self.machine, self.routes.op
+        """One operation, then what it hands on, to neighbours or to itself."""
+        machine, op = self.machine, self.routes.rows.op
         branches = [machine.idle, machine.forward]
         if not machine.forward_only:
             branches.append(machine.backward)
         with self._ticks(_SWITCH[op], None, len(branches)).scope():
             done = lax.switch(jnp.asarray(_SWITCH, jnp.int32)[row.op], branches, row, state)
         state = machine.after(row, state, done)
-
-        def score(_: Any, now: tuple[Arrays, Arrays, Arrays, Arrays]) -> Any:
-            sent, scores, own, batch = now
-            given = state._replace(scores=scores, own=own, batch=batch)
-            sent, after = machine.scored(row, sent, given)
-            return sent, after.scores, after.own, after.batch
-
+        score = functools.partial(machine.scored, row)
         with self._ticks(op == HEAD).scope():
-            now = (done.sent, state.scores, state.own, state.batch)
-            sent, *sums = lax.fori_loop(0, _once(row.op == HEAD), score, now)
-        state = state._replace(scores=sums[0], own=sums[1], batch=sums[2])
+            state = _once(row.op == HEAD, score, state, "sent", "scores", "batch")
         if not machine.forward_only:
             needed = all_at(state.kept, row.kept)  # sliced here: a loop would copy all slots
-
-            def late(_: Any, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-                given = state._replace(closures=sums[0], weights=sums[1])
-                after = machine.late_gradients(row, given, needed)
-                return after.closures, after.weights
-
+            late = functools.partial(machine.late_gradients, row, needed=needed)
             with self._ticks((op == W) & ~(_SWITCH[op] > 0).any(1)[:, None], op == W).scope():
-                sums = (state.closures, state.weights)
-                closures, weights = lax.fori_loop(0, _once(row.op == W), late, sums)
-            batch = put(state.batch, floats(sent), row.batch)
-            state = state._replace(closures=closures, weights=weights, batch=batch)
+                state = _once(row.op == W, late, state, "closures", "weights")
+            state = state._replace(batch=put(state.batch, floats(state.sent), row.batch))
         inbox = state.inbox
         for channel, slot, number in zip(self.routes.send, row.receive, row.sends, strict=True):
-            inbox = put(inbox, self.handed_on(sent, channel, number), slot)
-        return state._replace(inbox=inbox), None
+            inbox = put(inbox, self.handed_on(state.sent, channel, number), slot)
+        return state._replace(inbox=inbox, sent=[]), None
 
     def _ticks(self, branch: np.ndarray, own: Any = None, branches: int = 2) -> Ticks:
         """How often branches run: those of the stage that has the head, and of all together."""
@@ -109,7 +91,9 @@ class Execution:
         """What arrives on a channel from the stages that have something to send."""
         if channel == LOCAL:
             return sent
-        sets, sends = self.routes.send[channel], self.routes.sends[channel].tolist()
+        number_of = list(self.routes.send).index(channel)
+        sets = self.routes.send[channel]
+        sends = self.routes.rows.sends[number_of][:, 0].tolist()
         busiest = Counter(a for n in sends for a, _ in sets[n]).most_common(1)[0][0]
         counts = np.bincount(sends, minlength=len(sets)).tolist()
         own = [n * (busiest in dict(pairs)) for n, pairs in zip(counts, sets, strict=True)]
@@ -127,28 +111,29 @@ class Execution:
 
     def rows(self) -> Row:
         """The table of this device's stage, a row for each tick."""
-        routes, schedule, stages = self.routes, self.pipe.schedule, self.stages
-        count = np.zeros((schedule.stages, schedule.chunks), int)
-        for place, layers in zip(schedule.positions, self.pipe.layers, strict=True):
-            count[place] = layers
-        stage = np.arange(schedule.stages)[None]
-        leaves = (routes.op == B) & (stage == schedule.positions[0][0]) & (routes.chunk == 0)
-        columns = [
-            routes.op, routes.chunk, routes.microbatch, routes.first, routes.inbox,
-            routes.saved, routes.kept, count[stage, routes.chunk],
-            np.where(leaves, routes.microbatch, schedule.microbatches),
-            *(routes.receive[channel] for channel in routes.send),
-            *(routes.sends[channel][:, None] + 0 * stage for channel in routes.send),
-        ]  # fmt: skip
-        table = np.stack(columns, -1).astype(np.int32).swapaxes(0, 1)  # stages, ticks, columns
-        mine = stages.ctx.place.lookup(np.arange(stages.devices) // stages.per_stage)
+        leaves, tree = jax.tree.flatten(self.routes.rows)
+        table = np.stack(leaves, -1).astype(np.int32).swapaxes(0, 1)  # stages, ticks, columns
+        mine = self.stages.ctx.place.lookup(np.arange(self.stages.devices) // self.stages.per_stage)
         own = lax.dynamic_index_in_dim(jnp.asarray(table), mine, 0, keepdims=False)
-        found, ends = [own[:, i] for i in range(len(columns))], 9 + len(routes.send)
-        return Row._make([*found[:9], tuple(found[9:ends]), tuple(found[ends:])])
+        return jax.tree.unflatten(tree, [own[:, i] for i in range(len(leaves))])
 
 
-def _once(runs: Any) -> Any:
-    return runs.astype(np.int32)
+def _once(runs: Any, change: Callable[[State], State], state: State, *fields: str) -> State:
+    """`change(state)` of some fields, where it runs; a loop of no or one run.
+
+    A conditional copies what its branches return, and sums are as large as the weights: a loop
+    updates them in place.
+    """
+
+    def changed(values: Sequence[Any]) -> State:
+        return state._replace(**dict(zip(fields, values, strict=True)))
+
+    def once(_: Any, values: Sequence[Any]) -> list[Any]:
+        after = change(changed(values))
+        return [getattr(after, field) for field in fields]
+
+    given = [getattr(state, field) for field in fields]
+    return changed(lax.fori_loop(0, runs.astype(np.int32), once, given))
 
 
 @region(pipeline_p, doc=Doc(halo="from stage to stage: CollectivePermute"))
@@ -163,7 +148,7 @@ def planned(stages: Stages, pipe: Pipe, bodies: Bodies, tiles: Sequence[Tile]) -
     """The passes of a layer partitioned for the devices of a stage, and run there."""
     parts = pipe.operands(tiles)
     types = [[stages.type_of(t, lead=n in (2, 3, 4)) for t in part] for n, part in enumerate(parts)]
-    closures, own, weights, inputs, targets, cotangents = types
+    own, closures, weights, inputs, targets, cotangents = types
     share, fixed = 1 / pipe.schedule.microbatches, [*closures, *weights]
     forward, backward, later, score = (body and stages.inside(body) for body in bodies)
     assert forward
@@ -190,14 +175,11 @@ def planned(stages: Stages, pipe: Pipe, bodies: Bodies, tiles: Sequence[Tile]) -
     arrays[2] = [w.reshape(*chunks, *w.shape[1:]) for w in arrays[2]]
     passes = [piece.as_pass() if piece else None for piece in (ahead, behind, late, head)]
     found = iter(Execution(stages, pipe, Machine(passes, arrays, pipe.layers)).run())
-    results = head.results[: len(head.results) - len(gradients)] if head else ()
-    first = len(results) - (len(floats(own)) if late else 0)
-    middle = late.results if late else ()
-    n_closures = len(floats(closures))
-    count, batch = pipe.schedule.microbatches, gradients if late else [] if head else inputs
+    scores = head.results[: len(head.results) - len(gradients)] if head else ()
+    sums_of, n = late.results if late else (), len(floats(closures))
+    leaving, count = gradients if head else inputs, pipe.schedule.microbatches
     return [
-        *(stages.summed(next(found), t) for t in (*results[:first], *middle[:n_closures])),
-        *(stages.summed(next(found), t) for t in results[first:]),
-        *(stages.by_stage(next(found), t) for t in middle[n_closures:]),
-        *(stages.stacked(array, t, count) for array, t in zip(found, batch, strict=True)),
+        *(stages.summed(next(found), t) for t in (*scores, *sums_of[:n])),
+        *(stages.by_stage(next(found), t) for t in sums_of[n:]),
+        *(stages.summed(array, t, count) for array, t in zip(found, leaving, strict=True)),
     ]

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from gshard.pipelining.passes import floats, is_float
+from gshard.pipelining.routes import Row
 from gshard.tensors import padding
 from gshard.tensors.keys import is_key_type
 
@@ -28,27 +29,11 @@ class State(NamedTuple):
     inbox: Arrays  # slots: received, residuals, what weight gradients need
     saved: Arrays
     kept: Arrays
-    scores: Arrays  # sums: scores, and gradients of closures, of the head's, of weights
+    scores: Arrays  # sums: scores and gradients of the head's closures; of closures, of weights
     closures: Arrays
-    own: Arrays
     weights: Arrays
     batch: Arrays  # gradients of the inputs, or outputs, by microbatch
-
-
-class Row(NamedTuple):
-    """What a stage does in a tick: its operation, and the slots that it reads and writes."""
-
-    op: Any
-    chunk: Any
-    microbatch: Any
-    first: Any  # whether its input is from the batch
-    inbox: Any
-    saved: Any
-    kept: Any
-    layers: Any  # that the chunk has
-    batch: Any  # the microbatch whose gradient leaves the pipeline, if one does
-    receive: tuple[Any, ...] = ()  # a slot for each channel
-    sends: tuple[Any, ...] = ()  # which stages send on each channel
+    sent: Arrays  # what is handed on, within a tick
 
 
 class Step(NamedTuple):
@@ -85,32 +70,26 @@ class Machine:
     def start(self, slots: tuple[int, int, int], microbatches: int) -> State:
         """Empty slots, so many of each kind, and sums of nothing."""
         inputs = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.arrays[3]]
-        (messages, residuals, pending), most = slots, max(self.layers)
-        inbox = _made(_unused, inputs, messages)
-        ahead, behind, late, head = self.passes
-        if not (ahead and behind and late):
-            scores = _made(_zeros, head.results) if head else []
-            outputs = [] if head else _made(_zeros, inputs, microbatches)
-            return State(inbox, [], [], scores, [], [], [], outputs)
-        assert head
-        closures, own, gradients = (len(floats(part)) for part in (*self.arrays[:2], inputs))
-        first = len(head.results) - own - gradients
+        ahead, behind, late, head = (found.results if found else [] for found in self.passes)
+        gradients = [] if self.forward_only else floats(inputs)
+        closures, (messages, residuals, pending) = len(floats(self.arrays[1])), slots
+        leaving, rows = (inputs, 0) if self.passes[3] is None else (gradients, 1)
+        most = max(self.layers)
         return State(
-            inbox,
-            _made(_unused, ahead.results[len(inputs) :], residuals, most),
-            _made(_unused, behind.results[gradients:], pending, most),
-            _made(_zeros, head.results[:first]),
-            _made(_zeros, late.results[:closures]),
-            _made(_zeros, head.results[first : first + own]),
-            _made(_zeros, late.results[closures:], len(self.arrays[2][0]), most),
-            _made(_zeros, floats(inputs), microbatches + 1),
+            _made(_unused, inputs, messages),
+            _made(_unused, ahead[len(inputs) :], residuals, most),
+            _made(_unused, behind[len(gradients) :], pending, most),
+            _made(_zeros, head[: len(head) - len(gradients)]),
+            _made(_zeros, late[:closures]),
+            _made(_zeros, late[closures:], len(self.arrays[2][0]), most),
+            _made(_zeros, leaving, microbatches + rows),
+            [],
         )
 
     def results(self, end: State, microbatches: int) -> Arrays:
         """Scores and gradients, of weights by row; or what there is without gradients."""
         rows = [w.reshape(-1, *w.shape[2:]) for w in end.weights]
-        batch = [x[:microbatches] for x in end.batch]
-        return [*end.scores, *end.closures, *end.own, *rows, *batch]
+        return [*end.scores, *end.closures, *rows, *(x[:microbatches] for x in end.batch)]
 
     def idle(self, row: Row, state: State) -> Step:
         """Nothing: slots keep what they have."""
@@ -125,8 +104,7 @@ class Machine:
             return _cut(self._run(0, weights, x), len(x))
 
         y, residuals = self._layers(one, x, (self._chunk(row),), row.layers)
-        saved = [] if self.forward_only else residuals
-        return self.idle(row, state)._replace(sent=y, saved=saved)
+        return self.idle(row, state)._replace(sent=y, saved=residuals)
 
     def backward(self, row: Row, state: State) -> Step:
         """B: the gradient of the input is handed on."""
@@ -140,21 +118,19 @@ class Machine:
         return Step(self.message(gradient), saved, kept)
 
     def after(self, row: Row, state: State, done: Step) -> State:
-        """The state with what an operation left in its slots."""
-        saved = put(state.saved, done.saved, row.saved)
-        return state._replace(saved=saved, kept=put(state.kept, done.kept, row.kept))
+        """The state with what an operation left in its slots, and hands on."""
+        saved, kept = put(state.saved, done.saved, row.saved), put(state.kept, done.kept, row.kept)
+        return state._replace(saved=saved, kept=kept, sent=done.sent)
 
-    def scored(self, row: Row, y: Arrays, state: State) -> tuple[Arrays, State]:
+    def scored(self, row: Row, state: State) -> State:
         """The head on the last output: the gradient is handed on to B of this stage."""
-        head = self.passes[3]
+        head, y = self.passes[3], state.sent
         if head is None:
-            return y, state._replace(batch=put(state.batch, y, row.microbatch))
+            return state._replace(batch=put(state.batch, y, row.microbatch))
         targets = all_at(self.arrays[4], row.microbatch)
-        found = head.run(*self.arrays[1], *y, *targets, *self.arrays[5])
-        scores, rest = _cut(found, len(state.scores))
-        own, gradient = _cut(rest, len(state.own))
-        state = state._replace(scores=_added(state.scores, scores), own=_added(state.own, own))
-        return self.message(gradient), state
+        found = head.run(*self.arrays[0], *y, *targets, *self.arrays[5])
+        scores, gradient = _cut(found, len(state.scores))
+        return state._replace(scores=_added(state.scores, scores), sent=self.message(gradient))
 
     def late_gradients(self, row: Row, state: State, needed: Arrays) -> State:
         """W: gradients are added to the sums; `needed` is what B kept."""
@@ -165,9 +141,8 @@ class Machine:
 
         rows = (self._chunk(row), needed)
         closures, found = self._layers(one, state.closures, rows, row.layers)
-        before = all_at(state.weights, row.chunk)
-        weights = put(state.weights, _added(before, found), row.chunk)
-        return state._replace(closures=closures, weights=weights)
+        sums = _added(all_at(state.weights, row.chunk), found)
+        return state._replace(closures=closures, weights=put(state.weights, sums, row.chunk))
 
     def message(self, gradient: Sequence[Any] = ()) -> Arrays:
         """A gradient, or nothing, as something to hand on: of the types of an input."""
@@ -183,7 +158,7 @@ class Machine:
     def _run(self, number: int, *operands: Arrays) -> Arrays:
         chosen = self.passes[number]
         assert chosen
-        return chosen.run(*self.arrays[0], *(array for part in operands for array in part))
+        return chosen.run(*self.arrays[1], *(array for part in operands for array in part))
 
     def _layers(
         self,
@@ -200,7 +175,7 @@ class Machine:
             if len(set(self.layers)) == 1:
                 return run(carried, *layer)
             made = jax.eval_shape(run, carried, *layer)[1]
-            nothing = carried, [_zeros(a.shape, a.dtype) for a in made]
+            nothing = carried, _made(_zeros, made)
             return lax.cond(number < count, lambda: run(carried, *layer), lambda: nothing)
 
         return lax.scan(one, carried, (*rows, np.arange(max(self.layers))), reverse=reverse)
@@ -213,7 +188,8 @@ def put(buffers: Arrays, values: Sequence[Any], slot: Any) -> Arrays:
 
 
 def _at(buffer: Any, number: Any) -> jax.Array:
-    return lax.dynamic_index_in_dim(buffer, number, 0, keepdims=False)
+    only = len(buffer) == 1  # a view
+    return buffer[0] if only else lax.dynamic_index_in_dim(buffer, number, 0, keepdims=False)
 
 
 def all_at(buffers: Arrays, number: Any) -> Arrays:

@@ -18,8 +18,9 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 
 from gshard._jax import ad, batching, mlir
 from gshard.graph.regions import MEANINGS
-from gshard.pipelining.machine import Machine, Pass, Row, State, put
+from gshard.pipelining.machine import Machine, Pass, State, put
 from gshard.pipelining.passes import floats
+from gshard.pipelining.routes import Row
 from gshard.pipelining.schedules import Schedule
 
 Bodies = tuple[ClosedJaxpr | None, ...]  # the passes of a layer (`passes.Layer`), and the head
@@ -30,7 +31,7 @@ class Pipe:
     """A pipeline, without its arrays.
 
     `layers` are the numbers of layers at each position of the schedule. `counts` are those of the
-    operands: closures, the head's closures, weights, inputs, targets and cotangents of the scores.
+    operands: the head's closures, closures, weights, inputs, targets and cotangents of the scores.
     The head costs as much as `head` layers.
     """
 
@@ -103,15 +104,13 @@ def run(*flat: Any, pipe: Pipe, bodies: Bodies) -> list[Any]:
 
     def step(state: State, number: Any) -> tuple[State, None]:
         row = Row(0, 0, number, 1, 0, 0, 0, sum(pipe.layers), number)
-        done = machine.forward(row, state)
-        sent, state = machine.scored(row, done.sent, machine.after(row, state, done))
-        if machine.forward_only:
-            return state, None
-        state = state._replace(inbox=put(state.inbox, sent, 0))
-        done = machine.backward(row, state)
-        state = machine.after(row, state, done)
-        state = state._replace(batch=put(state.batch, floats(done.sent), number))
-        return machine.late_gradients(row, state, done.kept), None
+        state = machine.scored(row, machine.after(row, state, machine.forward(row, state)))
+        if not machine.forward_only:
+            state = state._replace(inbox=put(state.inbox, state.sent, 0))
+            done = machine.backward(row, state)
+            state = state._replace(batch=put(state.batch, floats(done.sent), number))
+            state = machine.late_gradients(row, machine.after(row, state, done), done.kept)
+        return state._replace(sent=[]), None
 
     end, _ = lax.scan(step, machine.start((1, 1, 1), count), np.arange(count))
     if not pipe.is_staged:  # a row that is there again has no gradient

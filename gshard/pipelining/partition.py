@@ -149,20 +149,12 @@ class Stages:
         reason = Reason("operand", "pipeline")
         return self.ctx.reshard(tile, self.outside(kind, *lead), reason).array
 
-    def summed(self, array: Any, kind: Type) -> Tile:
-        """A value that is the sum of what the stages have."""
-        return self._over_stages(array, self.outside(kind), kind.shape, kind.origin)
-
-    def stacked(self, array: Any, kind: Type, rows: int) -> Tile:
-        """Rows that one stage has, and the others have zeros for."""
-        return self._over_stages(array, self.outside(kind, None), (rows, *kind.shape), kind.origin)
-
-    def _over_stages(
-        self, array: Any, sharding: Sharding, shape: tuple[int, ...], origin: str
-    ) -> Tile:
+    def summed(self, array: Any, kind: Type, *rows: int) -> Tile:
+        """A value that is the sum of what the stages have; as many such values as `rows`."""
+        sharding = self.outside(kind, *(None for _ in rows))
         more = (self.split,) if self.split else ()
         sharding = sharding.unreduced_over((*sharding.unreduced, *more))
-        return Tile(array, sharding, shape, origin or "pipeline")
+        return Tile(array, sharding, (*rows, *kind.shape), kind.origin or "pipeline")
 
     def by_stage(self, array: Any, kind: Type) -> Tile:
         """Rows of which every stage has its own."""

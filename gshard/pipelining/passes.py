@@ -1,13 +1,14 @@
 """The passes of a layer: forward, backward for its input, and backward for its weights.
 
-JAX differentiates the layer once. The program of its backward pass is cut by dependencies: what the
-gradient of the input needs comes first, the rest when there is time. No product is computed twice,
-and what `jax.checkpoint` says of residuals holds.
+JAX differentiates the layer once. The program is cut by dependencies: what does not depend on the
+gradient of the output is the forward pass, what the gradient of the input needs comes next, and the
+rest when there is time. No product is computed twice, and what `jax.checkpoint` says of residuals
+holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from gshard._jax import drop_unused
 from gshard.graph.evaluate import bind, evaluate
+from gshard.graph.graph import inputs_of, needed_for
 from gshard.graph.regions import called
 from gshard.graph.source import on_behalf_of
 
@@ -46,126 +48,90 @@ class Layer:
 
 def differentiated(block: ClosedJaxpr, fixed: int) -> Layer:
     """The passes of `block`, whose first `fixed` operands are shared by all microbatches."""
-    structs, held = _structs(block.in_avals), list[Any]()
-    run = jaxpr_as_fun(block)
-
-    def forward(*args: Any) -> tuple[list[Any], list[Any]]:
-        def of_floats(*varying: Any) -> tuple[list[Any], list[Any]]:
-            given = iter(varying)
-            results = run(*(next(given) if is_float(a) else a for a in args))
-            return floats(results), results
-
-        _, vjp, results = jax.vjp(of_floats, *floats(args), has_aux=True)
-        leaves, tree = jax.tree.flatten(vjp)
-        held.append(tree)
-        return results, leaves
-
-    traced = jax.make_jaxpr(forward)(*structs)
-    outputs = len(block.out_avals)
-    leaves = traced.jaxpr.outvars[outputs:]
-    varying = _reached(traced.jaxpr.eqns, traced.jaxpr.invars[fixed:])
-    saved = list(dict.fromkeys(v for v in leaves if not isinstance(v, Literal) and v in varying))
-    ends = [*traced.jaxpr.outvars[:outputs], *saved]
-    again = _only(traced, [v for v in leaves if isinstance(v, Literal) or v not in varying])
-
-    def backward(*args: Any) -> list[Any]:
-        constants, rest = args[:fixed], args[fixed:]
-        known = dict(zip(saved, rest, strict=False))
-        nothing = [None] * (len(structs) - fixed)
-        other = iter(evaluate(again, [*constants, *nothing]))
-        found = [
-            known[v] if not isinstance(v, Literal) and v in known else next(other) for v in leaves
-        ]
-        return list(jax.tree.unflatten(held[0], found)(list(rest[len(saved) :])))
-
-    gradients = floats(_structs(block.out_avals))
-    whole = _traced(backward, [*structs[:fixed], *_structs(v.aval for v in saved), *gradients])
-    parts = _cut(whole, fixed, len(floats(structs[:fixed])))
-    return Layer(_only(traced, ends), *parts)
+    operands, waiting = len(block.in_avals), len(floats(block.in_avals[:fixed]))
+    whole = with_gradients(block, operands)
+    late = _reached(whole, operands)
+    early = [eqn for eqn in whole.jaxpr.eqns if not late.intersection(eqn.outvars)]
+    forward, rest = _cut(whole, fixed, operands, len(block.out_avals), early)
+    rest = _inlined(rest)
+    jaxpr, gradients = rest.jaxpr, rest.jaxpr.outvars
+    first = needed_for(gradients[waiting:], jaxpr.eqns)
+    rest = _program(rest, jaxpr.invars, gradients[waiting:] + gradients[:waiting], jaxpr.eqns)
+    parts = _cut(rest, fixed, len(jaxpr.invars), len(gradients) - waiting, first)
+    return Layer(forward, *parts)
 
 
-def _cut(whole: ClosedJaxpr, fixed: int, weights: int) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """A backward pass, of which the first `weights` results can wait, in two parts.
+def _cut(
+    whole: ClosedJaxpr, fixed: int, end: int, goals: int, first: Iterable[JaxprEqn]
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Two programs: the first `goals` results, by the equations `first`, and the other results.
 
-    The first has the other results, and all that the second part needs of what varies.
+    The first has the operands before `end`. It also returns what the second needs of what varies;
+    what depends on `fixed` operands alone is computed in both.
     """
     jaxpr = whole.jaxpr
-    first = _only(whole, jaxpr.outvars[weights:])
-    made = {v for eqn in first.jaxpr.eqns for v in eqn.outvars}
-    varying = _reached(jaxpr.eqns, jaxpr.invars[fixed:])
-    ready = {v for v in varying if v in made or v in jaxpr.invars}
-    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    kept: dict[Any, None] = {}
-    needed: dict[JaxprEqn, None] = {}
-    waiting = [v for v in jaxpr.outvars[:weights] if not isinstance(v, Literal)]
-    while waiting:
-        var = waiting.pop()
-        if var in ready:
-            kept[var] = None
-        elif var in makers and makers[var] not in needed:
-            needed[makers[var]] = None
-            waiting += [a for a in makers[var].invars if not isinstance(a, Literal)]
-    before = _only(whole, [*jaxpr.outvars[weights:], *kept])
-    later = jaxpr.replace(
-        invars=[*jaxpr.invars[:fixed], *kept],
-        outvars=jaxpr.outvars[:weights],
-        eqns=[eqn for eqn in jaxpr.eqns if eqn in needed],
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-    return before, whole.replace(jaxpr=later)
+    made = {*jaxpr.invars[:end], *(v for eqn in first for v in eqn.outvars)}
+    ready, wanted = made & _reached(whole, fixed), jaxpr.outvars[goals:]
+    eqns = [eqn for eqn in jaxpr.eqns if not all(v in ready for v in eqn.outvars)]
+    eqns = needed_for(wanted, eqns)
+    read = [*inputs_of(eqns), *(v for v in wanted if not isinstance(v, Literal))]
+    kept = [v for v in dict.fromkeys(read) if v in ready]
+    before = _program(whole, jaxpr.invars[:end], [*jaxpr.outvars[:goals], *kept], jaxpr.eqns)
+    given = [*jaxpr.invars[:fixed], *kept, *jaxpr.invars[end:]]
+    return before, _program(whole, given, wanted, eqns)
 
 
-def scored(head: ClosedJaxpr, fixed: int, inputs: int) -> ClosedJaxpr:
-    """fixed, input, targets, cotangents -> scores, gradients of fixed operands, and of the input.
+def with_gradients(program: ClosedJaxpr, operands: int) -> ClosedJaxpr:
+    """The results, and the gradients of the first `operands`, which are floats.
 
-    `head` is a function of the first three that returns the scores.
+    Its operands are followed by cotangents of the results that are floats.
     """
-    run = jaxpr_as_fun(head)
-    structs = _structs(head.in_avals)
+    run, structs = jaxpr_as_fun(program), _structs(program.in_avals)
 
-    def score(*args: Any) -> list[Any]:
-        operands, cotangents = args[: len(structs)], args[len(structs) :]
+    def both(*args: Any) -> list[Any]:
+        given, cotangents = args[: len(structs)], args[len(structs) :]
 
         def of_floats(*varying: Any) -> tuple[list[Any], list[Any]]:
-            given = iter(varying)
-            own = [next(given) if is_float(a) else a for a in operands[: fixed + inputs]]
-            results = run(*own, *operands[fixed + inputs :])
+            left = iter(varying)
+            own = [next(left) if is_float(a) else a for a in given[:operands]]
+            results = run(*own, *given[operands:])
             return floats(results), results
 
-        own = floats(operands[: fixed + inputs])
-        _, vjp, results = jax.vjp(of_floats, *own, has_aux=True)
+        _, vjp, results = jax.vjp(of_floats, *floats(given[:operands]), has_aux=True)
         return [*results, *vjp(list(cotangents))]
 
-    return _traced(score, [*structs, *floats(_structs(head.out_avals))])
+    return jax.make_jaxpr(both)(*structs, *floats(_structs(program.out_avals)))
 
 
 def _structs(avals: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
 
-def _traced(run: Callable[..., Any], structs: Sequence[Any]) -> ClosedJaxpr:
-    """The program of a function, in which no calls are left."""
+def _inlined(program: ClosedJaxpr) -> ClosedJaxpr:
+    """A program in which no calls are left."""
 
-    def inlined(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    def interpret(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         with on_behalf_of(eqn):
             body = called(eqn)
-            return bind(eqn, values) if body is None else evaluate(body, values, inlined)
+            return bind(eqn, values) if body is None else evaluate(body, values, interpret)
 
-    program = jax.make_jaxpr(run)(*structs)
-    return jax.make_jaxpr(lambda *args: evaluate(program, args, inlined))(*structs)
-
-
-def _only(program: ClosedJaxpr, results: Sequence[Any]) -> ClosedJaxpr:
-    """The program with these results alone."""
-    unnamed = program.jaxpr.debug_info.with_unknown_names()
-    jaxpr = program.jaxpr.replace(outvars=list(results), debug_info=unnamed)
-    return program.replace(jaxpr=drop_unused(jaxpr))
+    run = lambda *args: evaluate(program, args, interpret)  # noqa: E731
+    return jax.make_jaxpr(run)(*_structs(program.in_avals))
 
 
-def _reached(eqns: Iterable[JaxprEqn], start: Iterable[Any]) -> set[Any]:
-    """The variables that depend on some."""
-    found = set(start)
-    for eqn in eqns:
+def _program(
+    like: ClosedJaxpr, operands: Sequence[Any], results: Sequence[Any], eqns: Sequence[JaxprEqn]
+) -> ClosedJaxpr:
+    """A program of some of the equations of another."""
+    unnamed = like.jaxpr.debug_info.with_unknown_names()
+    parts = {"invars": list(operands), "outvars": list(results), "eqns": list(eqns)}
+    return like.replace(jaxpr=drop_unused(like.jaxpr.replace(**parts, debug_info=unnamed)))
+
+
+def _reached(program: ClosedJaxpr, first: int) -> set[Any]:
+    """The variables that depend on operands from `first` on."""
+    found = set(program.jaxpr.invars[first:])
+    for eqn in program.jaxpr.eqns:
         if any(not isinstance(a, Literal) and a in found for a in eqn.invars):
             found.update(eqn.outvars)
     return found

@@ -6,8 +6,9 @@ of buffers, as few as the schedule allows. Slots and messages are tables of inte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,71 +17,84 @@ from gshard.pipelining.schedules import B, F, Schedule, W, Work
 HEAD = 4  # the forward pass of the last position, and the head after it
 LOCAL = "local"
 Pairs = tuple[tuple[int, int], ...]
-Interval = tuple[int, int]  # the tick in which a value is stored, and the last that reads it
+Stored = tuple[Work, Work, int]  # who makes a value, who reads it, and the slot it is in
+
+
+class Row(NamedTuple):
+    """What a stage does in a tick: its operation, and the slots that it reads and writes."""
+
+    op: Any  # with `HEAD` for the last forward pass
+    chunk: Any
+    microbatch: Any
+    first: Any  # whether its input is from the batch
+    inbox: Any
+    saved: Any
+    kept: Any
+    layers: Any  # that the chunk has
+    batch: Any  # the microbatch whose gradient leaves the pipeline, if one does
+    receive: tuple[Any, ...] = ()  # a slot for each channel
+    sends: tuple[Any, ...] = ()  # which stages send on each channel
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """What every stage does in every tick, each a table of integers, [ticks, stages].
+    """`rows` are tables of integers, [ticks, stages].
 
-    `op` is the operation, with `HEAD` for the last forward pass. `inbox`, `saved` and `kept` are
-    the slots that it reads or writes. `send[channel]` are the sets of pairs of stages that have
-    something to send at the same time, each an open chain; `sends[channel]` is the number of such a
-    set for every tick, 0 for none. `receive[channel]` are the slots for what arrives; the one after
-    the last is for what nobody needs.
+    `send[channel]` are the sets of pairs of stages that have something to send at the same time,
+    each an open chain; `rows.sends` are the numbers of these sets, 0 for none. What arrives and
+    nobody needs is received in the slot after the last.
     """
 
-    op: np.ndarray
-    chunk: np.ndarray
-    microbatch: np.ndarray
-    first: np.ndarray  # whether it is at the first position: its input is from the batch
-    inbox: np.ndarray
-    saved: np.ndarray
-    kept: np.ndarray
+    rows: Row
     send: dict[str, list[Pairs]]
-    sends: dict[str, np.ndarray]
-    receive: dict[str, np.ndarray]
     slots: tuple[int, int, int]  # of the inbox, of residuals, of what weight gradients need
 
 
-def route(schedule: Schedule) -> Routes:
-    """The routes of a schedule, which may have forward passes only."""
-    when, positions = schedule.when, schedule.positions
-    shape, last = schedule.table.shape[:2], len(positions) - 1
+def route(schedule: Schedule, layers: Sequence[int]) -> Routes:
+    """The routes of a schedule, which may have forward passes only; layers at each position."""
+    positions, last = schedule.positions, len(schedule.positions) - 1
     op, chunk, microbatch = np.moveaxis(schedule.table, -1, 0).copy()
-    first, inbox = np.zeros(shape, int), np.zeros(shape, int)
-    messages: list[tuple[Work, Work]] = []
-    for work, tick in when.items():
-        kind, position, m = work
+    first, inbox, saved, kept, count = (np.zeros_like(op) for _ in range(5))
+    batch = np.full_like(op, schedule.microbatches)
+    works: dict[int, list[tuple[Work, Work]]] = {F: [], B: [], W: []}  # F leaves to B, B to W
+    handed: list[tuple[Work, Work]] = []
+    for (kind, n, m), tick in schedule.when.items():
+        here, work = (tick, positions[n][0]), (kind, n, m)
+        count[here] = layers[n]
+        works[kind].append((work, (kind + 1, n, m)))
         if kind == F:
-            messages.append((work, (F, position + 1, m) if position < last else (B, position, m)))
-            if position == last:
-                op[tick, positions[position][0]] = HEAD
-        if kind == B and position:
-            messages.append((work, (B, position - 1, m)))
-        if kind == F and position == 0:
-            first[tick, positions[0][0]] = 1
-    messages = [(made, read) for made, read in messages if read in when]
-    stored = [(positions[read[1]][0], (when[made], when[read])) for made, read in messages]
-    slots, count = _assigned(stored, schedule.stages)
-    pairs: dict[str, list[list[tuple[int, int]]]] = {}
+            first[here] = n == 0
+            handed.append((work, (F, n + 1, m) if n < last else (B, n, m)))
+            op[here] = HEAD if n == last else F
+        if kind == B and n:
+            handed.append((work, (B, n - 1, m)))
+        elif kind == B:
+            batch[here] = m
+    messages, slots = _stored(schedule, handed)
+    sent: dict[str, list[list[tuple[int, int]]]] = {}
     receive: dict[str, np.ndarray] = {}
-    for (made, read), slot in zip(messages, slots, strict=True):
-        source, to = positions[made[1]][0], positions[read[1]][0]
+    for made, read, slot in messages:
+        source, to, tick = positions[made[1]][0], positions[read[1]][0], schedule.when[made]
         channel = _channel(source, to)
-        pairs.setdefault(channel, [[] for _ in schedule.table])[when[made]].append((source, to))
-        receive.setdefault(channel, np.full(shape, count))[when[made], to] = slot
-        inbox[when[read], to] = slot
-    saved, residuals = _between(schedule, F, B, shape)
-    kept, pending = _between(schedule, B, W, shape)
-    send: dict[str, list[Pairs]] = {}
-    sends: dict[str, np.ndarray] = {}
-    for channel, by_tick in pairs.items():
-        sets = [tuple(sorted(found)) for found in by_tick]
-        send[channel] = sorted({(), *sets})
-        sends[channel] = np.array([send[channel].index(found) for found in sets])
-    tables = op, chunk, microbatch, first, inbox, saved, kept
-    return Routes(*tables, send, sends, receive, (count, residuals, pending))
+        sent.setdefault(channel, [[] for _ in op])[tick].append((source, to))
+        receive.setdefault(channel, np.full_like(op, slots))[tick, to] = slot
+        inbox[schedule.when[read], to] = slot
+    slot_counts = [slots]
+    for kind, table in ((F, saved), (B, kept)):
+        values, slots = _stored(schedule, works[kind])
+        slot_counts.append(slots)
+        for made, read, slot in values:
+            owner = positions[made[1]][0]
+            table[schedule.when[made], owner] = table[schedule.when[read], owner] = slot
+    sets = {channel: [tuple(sorted(now)) for now in ticks] for channel, ticks in sent.items()}
+    send = {channel: sorted({(), *found}) for channel, found in sets.items()}
+    sends = [
+        np.array([send[channel].index(now) for now in found])[:, None] + 0 * op
+        for channel, found in sets.items()
+    ]
+    tables = op, chunk, microbatch, first, inbox, saved, kept, count, batch
+    rows = Row(*tables, tuple(receive[channel] for channel in send), tuple(sends))
+    return Routes(rows, send, (slot_counts[0], slot_counts[1], slot_counts[2]))
 
 
 def _channel(source: int, to: int) -> str:
@@ -88,38 +102,18 @@ def _channel(source: int, to: int) -> str:
     return {0: LOCAL, 1: "down", -1: "up"}.get(to - source, "around" if source > to else "back")
 
 
-def _between(
-    schedule: Schedule, start: int, end: int, shape: tuple[int, ...]
-) -> tuple[np.ndarray, int]:
-    """The slots of what one operation leaves to another of the same position."""
-    works = [w for w in schedule.when if w[0] == start and (end, *w[1:]) in schedule.when]
-    ends = [(end, *work[1:]) for work in works]
-    owners = [schedule.positions[work[1]][0] for work in works]
-    pairs = zip(works, ends, strict=True)
-    ticks = [(schedule.when[a], schedule.when[b]) for a, b in pairs]
-    slots, count = _assigned(zip(owners, ticks, strict=True), schedule.stages)
-    table = np.zeros(shape, int)
-    for owner, (made, read), slot in zip(owners, ticks, slots, strict=True):
-        table[made, owner] = table[read, owner] = slot
-    return table, count
-
-
-def _assigned(intervals: Iterable[tuple[int, Interval]], stages: int) -> tuple[list[int], int]:
-    """A slot for each value of a stage, and how many slots the stage with most of them needs.
+def _stored(schedule: Schedule, pairs: Iterable[tuple[Work, Work]]) -> tuple[list[Stored], int]:
+    """Values in slots of the stages that read them, and how many slots a stage needs.
 
     A value is stored at the end of a tick: its slot may be read in that same tick.
     """
-    listed = list(intervals)
-    slots, free = [0] * len(listed), [list[int]() for _ in range(stages)]
-    count = [0] * stages
-    busy: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
-    for number in sorted(range(len(listed)), key=lambda n: listed[n][1]):
-        stage, (made, read) = listed[number]
-        free[stage] += [slot for end, slot in busy[stage] if end <= made]
-        busy[stage] = [(end, slot) for end, slot in busy[stage] if end > made]
-        if not free[stage]:
-            free[stage].append(count[stage])
-            count[stage] += 1
-        slots[number] = free[stage].pop()
-        busy[stage].append((read, slots[number]))
-    return slots, max(count, default=0)
+    when, found = schedule.when, list[Stored]()
+    ends: list[list[int]] = [[] for _ in range(schedule.stages)]  # the last to read each slot
+    there = (pair for pair in pairs if pair[1] in when)
+    for made, read in sorted(there, key=lambda pair: when[pair[0]]):
+        slots = ends[schedule.positions[read[1]][0]]
+        free = (n for n, end in enumerate(slots) if end <= when[made])
+        slot = next(free, len(slots))
+        slots[slot : slot + 1] = [when[read]]
+        found.append((made, read, slot))
+    return found, max(map(len, ends))

@@ -173,6 +173,7 @@ _tracing_for = jax.make_user_context(None)
 
 # The platform that the traced program is for: "cpu", "gpu" or "tpu"; None: JAX's default.
 _platform = jax.make_user_context(None)
+_hardware = jax.make_user_context(None)  # a `gshard.forecast.Hardware`, if one is given
 
 # The devices for which annotations become sharding constraints for XLA: where a function of
 # `gshard.jit` is called inside `jax.jit`, or transformed.
@@ -200,11 +201,13 @@ class Devices(Protocol):
 
 
 @contextlib.contextmanager
-def tracing_for(devices: Devices, platform: str | None = None) -> Iterator[None]:
-    """A context in which `gshard.jit` traces for these devices and this platform."""
+def tracing_for(
+    devices: Devices, platform: str | None = None, hardware: Any = None
+) -> Iterator[None]:
+    """A context in which `gshard.jit` traces for these devices, this platform and hardware."""
     token = _annotated.set([])
     try:
-        with _tracing_for(devices), _platform(platform), _constraining(None):
+        with _tracing_for(devices), _platform(platform), _hardware(hardware), _constraining(None):
             yield
     finally:
         _annotated.reset(token)
@@ -213,6 +216,11 @@ def tracing_for(devices: Devices, platform: str | None = None) -> Iterator[None]
 def devices_of_trace() -> int:
     """The number of devices that the current trace is for; 1 outside of `gshard.jit`."""
     return _tracing_for.value.count if is_tracing_for_gshard() else 1
+
+
+def hardware_of_trace() -> Any:
+    """The hardware that the current trace is for, if `gshard.jit` was given one."""
+    return _hardware.value
 
 
 def target_platform() -> str:

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from gshard.pipelining.api import balanced
 from tests.pipelining.programs import dense, loss_of, make_dense
 
 WEIGHTS, X, TARGETS = make_dense(layers=4, batch=8)
@@ -56,14 +55,6 @@ def test_stages_divide_the_devices_and_annotations_are_within_a_stage():
 def test_targets_have_no_gradient():
     with pytest.raises(ValueError, match="targets have no gradient"):
         jax.grad(lambda targets: call(targets=targets))(TARGETS)
-
-
-def test_layers_are_balanced_with_the_head():
-    assert balanced(8, 4, 0.0) == (2, 2, 2, 2)
-    assert balanced(8, 4, 1.0) == (2, 2, 2, 2)
-    assert balanced(11, 4, 1.0) == (3, 3, 3, 2)
-    assert balanced(8, 4, 3.5) == (3, 2, 2, 1)
-    assert balanced(7, 3, 0.0) == (3, 2, 2)
 
 
 def test_what_has_no_gradient_is_left_alone():

@@ -11,19 +11,25 @@ from gshard.pipelining.schedules import IDLE, NAMES, B, F, W, forward_only, make
 def test_a_machine_of_slots_reads_what_it_should(name, stages, rounds, alone):
     schedule = make(name, stages, stages * rounds)
     schedule = forward_only(schedule) if alone else schedule
-    routes, last = route(schedule), len(schedule.positions) - 1
+    last = len(schedule.positions) - 1
+    routes = route(schedule, range(1, last + 2))
+    rows, channels = routes.rows, list(routes.send)
     position = {place: n for n, place in enumerate(schedule.positions)}
     inbox, saved, kept = ([{} for _ in range(stages)] for _ in range(3))
     done = set()
     for tick in range(schedule.ticks):
         sent = {}
         for stage in range(stages):
-            op, m = routes.op[tick, stage], routes.microbatch[tick, stage]
-            here = position[stage, routes.chunk[tick, stage]]
-            slots = [table[tick, stage] for table in (routes.inbox, routes.saved, routes.kept)]
+            op, m = rows.op[tick, stage], rows.microbatch[tick, stage]
+            here = position[stage, rows.chunk[tick, stage]]
+            slots = [table[tick, stage] for table in (rows.inbox, rows.saved, rows.kept)]
+            if op != IDLE:
+                assert rows.layers[tick, stage] == here + 1
+            leaves = op == B and here == 0
+            assert rows.batch[tick, stage] == (m if leaves else schedule.microbatches)
             if op in (F, HEAD):
                 assert (op == HEAD) == (here == last)
-                assert routes.first[tick, stage] == (here == 0)
+                assert rows.first[tick, stage] == (here == 0)
                 if here:
                     assert inbox[stage].pop(slots[0]) == ("activation", here, m)
                 sent[stage] = ("gradient", here, m) if op == HEAD else ("activation", here + 1, m)
@@ -37,11 +43,12 @@ def test_a_machine_of_slots_reads_what_it_should(name, stages, rounds, alone):
                 assert kept[stage].pop(slots[2]) == (here, m)
             if op != IDLE:
                 done.add((F if op == HEAD else op, here, m))
-        for channel, sets in routes.send.items():
-            pairs = sets[routes.sends[channel][tick]]
+        for number, channel in enumerate(channels):
+            (which,) = set(rows.sends[number][tick].tolist())
+            pairs = routes.send[channel][which]
             assert channel == LOCAL or all(a != b for a, b in pairs)
             for a, b in pairs:
-                slot = routes.receive[channel][tick, b]
+                slot = rows.receive[number][tick, b]
                 assert slot < routes.slots[0]
                 assert slot not in inbox[b]
                 inbox[b][slot] = sent[a]

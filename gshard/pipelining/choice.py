@@ -1,0 +1,120 @@
+"""Which schedule, and how many layers at each position: by the forecast of a layer's passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from gshard.forecast import Hardware, forecast
+from gshard.graph.readable import size
+from gshard.pipelining.passes import Layer, floats
+from gshard.pipelining.routes import route
+from gshard.pipelining.schedules import NAMES, F, Schedule, make
+from gshard.tensors.tile import byte_size
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one layer and microbatch, on each device of a stage, if these share all work."""
+
+    seconds: tuple[float, ...]  # of IDLE, F, B and W
+    head: float  # seconds, with its gradient
+    message: int  # bytes of a microbatch, of what F keeps for B, of what B keeps for W, of weights
+    saved: int
+    kept: int
+    weights: int
+    rate: float  # bytes that a device sends in a second
+
+    @staticmethod
+    def of(layer: Layer, head: ClosedJaxpr | None, counts: Sequence[int], machine: Hardware,
+           devices: int) -> Costs:  # fmt: skip
+        """By the forecast of the passes, whose operands are `counts` closures and weights."""
+
+        def seconds(program: ClosedJaxpr | None) -> float:
+            found = forecast(program.jaxpr, 1, machine).operators if program else ()
+            return float(sum(each.total_seconds for each in found)) / devices
+
+        def held(avals: Sequence[Any]) -> int:
+            return sum(byte_size(a.shape, a.dtype) for a in avals) // devices
+
+        inputs, fixed = layer.forward.in_avals[sum(counts) :], layer.forward.in_avals[: sum(counts)]
+        times = (0.0, *map(seconds, (layer.forward, layer.backward, layer.weights)))
+        saved, kept = layer.forward.out_avals[len(inputs) :], layer.backward.out_avals
+        kept = kept[len(floats(inputs)) :]
+        return Costs(
+            times, seconds(head), held(inputs), held(saved), held(kept), held(fixed[counts[0] :]),
+            machine.sent_per_second,
+        )  # fmt: skip
+
+    def step_seconds(self, schedule: Schedule, layers: Sequence[int]) -> float:
+        """A step: in every tick the stages wait for the slowest, then for messages.
+
+        Weights of chunks that are not neighbours are moved to their stages, and gradients back.
+        """
+        spent, last = np.zeros((schedule.ticks, schedule.stages)), len(layers) - 1
+        for (op, n, _), tick in schedule.when.items():
+            head = self.head if op == F and n == last else 0.0
+            spent[tick, schedule.positions[n][0]] = layers[n] * self.seconds[op] + head
+        moved = 2 * self.weights * max(layers) * schedule.chunks * (schedule.chunks > 1)
+        return float(spent.max(1).sum()) + (schedule.ticks * self.message + moved) / self.rate
+
+    def memory(self, schedule: Schedule, layers: Sequence[int]) -> int:
+        """The bytes of weights, their gradients, and all that waits in slots."""
+        messages, residuals, pending = route(schedule, layers).slots
+        waiting = residuals * self.saved + pending * self.kept
+        rows = 2 * self.weights * schedule.chunks
+        return max(layers) * (waiting + rows) + (messages + schedule.microbatches) * self.message
+
+    @property
+    def head_in_layers(self) -> float:
+        """The head's time over that of a layer."""
+        return self.head / (sum(self.seconds) or 1.0)
+
+
+def balanced(layers: int, schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+    """How many layers each position has, at least one; the last has the head as well.
+
+    Equal numbers, where others gain nothing: rows of the weights are then where they are needed.
+    """
+    others = len(schedule.positions) - 1
+    if not others:
+        return (layers,)
+    found = []
+    for last in range(-(-layers // (others + 1)), 0, -1):
+        even, more = divmod(layers - last, others)
+        if even:
+            found.append((*(even + (n < more) for n in range(others)), last))
+    return min(found, key=lambda counts: costs.step_seconds(schedule, counts))
+
+
+def chosen(
+    given: Schedule | None, stages: int, microbatches: int, layers: int, costs: Costs, limit: float
+) -> tuple[Schedule, tuple[int, ...]]:
+    """The schedule that is given, or the fastest within the memory limit; layers by position.
+
+    Where nothing is within it, the one that needs the least. A given one that is over the limit is
+    refused if another is within.
+    """
+
+    def with_layers(schedule: Schedule) -> tuple[Schedule, tuple[int, ...]]:
+        return schedule, balanced(layers, schedule, costs)
+
+    own = with_layers(given) if given else None
+    if own and costs.memory(*own) <= limit:
+        return own
+    usable = (n for n in NAMES if n != "interleaved" or microbatches % stages == 0)
+    made = (make(name, stages, microbatches) for name in usable)
+    options = [with_layers(each) for each in made if len(each.positions) <= layers]
+    best = min(options, key=lambda o: (max(costs.memory(*o), limit), costs.step_seconds(*o)))
+    need = costs.memory(*best)
+    if own and need <= limit:
+        raise ValueError(
+            f"schedule={own[0].name!r} has {own[0].in_flight} microbatches in flight, which take "
+            f"at least {size(costs.memory(*own))} of a device's {size(limit)}; "
+            f"{best[0].name!r} takes {size(need)}"
+        )
+    return own or best

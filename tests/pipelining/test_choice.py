@@ -1,0 +1,99 @@
+"""Schedules and layers by position are chosen by the forecast of a layer's passes."""
+
+import itertools
+import math
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gshard
+from gshard.forecast import hardware
+from gshard.pipelining.choice import Costs, balanced, chosen
+from gshard.pipelining.schedules import IDLE, NAMES, B, F, W, make
+from tests.pipelining.programs import dense, make_dense, piped
+
+UNIT = {"message": 1, "saved": 8, "kept": 4, "weights": 2, "rate": math.inf}
+
+
+def costs(forward=1.0, backward=1.0, late=1.0, head=0.0, **more):
+    return Costs((0.0, forward, backward, late), head, **{**UNIT, **more})
+
+
+def in_python(schedule, layers, costs):
+    """The time of a step: the slowest stage of every tick, counted cell by cell."""
+    total, place = 0.0, {where: n for n, where in enumerate(schedule.positions)}
+    for row in schedule.table.tolist():
+        slowest = 0.0
+        for stage, (op, chunk, _) in enumerate(row):
+            if op != IDLE:
+                position = place[stage, chunk]
+                is_scored = op == F and position == len(layers) - 1
+                spent = layers[position] * costs.seconds[op] + is_scored * costs.head
+                slowest = max(slowest, spent)
+        total += slowest
+    return total
+
+
+NUMBERS = st.floats(0.25, 4)
+
+
+@given(st.sampled_from(NAMES), NUMBERS, NUMBERS, NUMBERS, st.floats(0, 6), st.integers(1, 3))
+def test_a_step_waits_for_the_slowest_stage_of_every_tick(name, f, b, w, head, rounds):
+    schedule, own = make(name, 2, 2 * rounds), costs(f, b, w, head)
+    layers = [1 + n % 2 for n in range(len(schedule.positions))]
+    assert own.step_seconds(schedule, layers) == pytest.approx(in_python(schedule, layers, own))
+
+
+@given(st.sampled_from(("1f1b", "zb-h1")), st.integers(2, 3), st.integers(0, 4), st.floats(0, 6))
+def test_layers_are_balanced_as_well_as_they_can_be(name, stages, more, head):
+    schedule, own, layers = make(name, stages, 4), costs(head=head), stages + more
+    found = balanced(layers, schedule, own)
+    every = itertools.product(range(1, layers), repeat=stages)
+    best = min(own.step_seconds(schedule, c) for c in every if sum(c) == layers)
+    assert sum(found) == layers
+    assert own.step_seconds(schedule, found) <= 1.1 * best
+    if layers % stages == 0 and head == 0:
+        assert len(set(found)) == 1
+
+
+@given(NUMBERS, NUMBERS, NUMBERS, st.sampled_from((4, 8)), st.sampled_from((0.5, 1, 2, math.inf)))
+def test_auto_is_the_fastest_within_the_memory(f, b, w, microbatches, share):
+    own = costs(f, b, w, rate=50.0)
+    made = [make(name, 4, microbatches) for name in NAMES]
+    options = [(each, balanced(8, each, own)) for each in made]
+    needed = [own.memory(*option) for option in options]
+    limit = share * sorted(needed)[len(needed) // 2]
+    found = chosen(None, 4, microbatches, 8, own, limit)
+    if min(needed) > limit:
+        assert own.memory(*found) == min(needed)
+    else:
+        fits = [o for o, n in zip(options, needed, strict=True) if n <= limit]
+        assert own.memory(*found) <= limit
+        assert own.step_seconds(*found) == min(own.step_seconds(*o) for o in fits)
+
+
+def test_what_is_chosen_when():
+    """Without a limit the least bubble; 1F1B keeps least; weights that are dear to move stay."""
+    assert chosen(None, 4, 8, 8, costs(), math.inf)[0].name == "zbv"
+    assert chosen(None, 4, 8, 8, costs(rate=0.5, weights=100), math.inf)[0].name == "zb-h1"
+    assert chosen(None, 4, 8, 4, costs(), 0)[0].name == "1f1b"
+
+
+def test_a_schedule_that_cannot_fit_is_refused_where_another_fits():
+    arguments = make_dense(layers=2, width=64, batch=512)
+    small = hardware("h100").replace(memory=450_000)
+
+    def lowered(**settings):
+        loss = piped(dense, stages=2, microbatches=16, **settings)
+        return gshard.jit(jax.grad(loss), devices=2, hardware=small).lower(*arguments)
+
+    with pytest.raises(ValueError, match=r"'gpipe' has 16 microbatches in flight, which take at "
+                       r"least .* of a device's 450 KB; '1f1b' takes") as error:  # fmt: skip
+        lowered(schedule="gpipe")
+    assert "\n" not in str(error.value).split("\n---")[0]
+    assert lowered().pipelines[0].name == "1f1b"
+
+
+assert (F, B, W) == (1, 2, 3)  # the order of `Costs.seconds`
