@@ -19,7 +19,7 @@ from gshard.tensors.tile import byte_size
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one layer and microbatch, on each device of a stage, if these share all work."""
+    """The costs of a layer and microbatch on a device of a stage, if these share all work."""
 
     seconds: tuple[float, ...]  # of IDLE, F, B and W
     head: float  # seconds, with its gradient
