@@ -7,6 +7,7 @@ program, their tiles are compared with it. The user's program runs as far as is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,21 +15,21 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from gshard.checking.exact.compare import Gap, adopted, gap_between
-from gshard.checking.exact.machine import ExactNumbers
-from gshard.checking.exact.number import EXACT_SUM, Exact, Value, constant
-from gshard.checking.exact.other import UNKNOWN
+from gshard.checking.compare import Gap, adopted, gap_between
+from gshard.checking.exact.meanings import written_out
+from gshard.checking.exact.number import EXACT_SUM, UNKNOWN, Exact, Value, constant
+from gshard.checking.exact.operators import local
 from gshard.checking.exact.pointwise import Ties
-from gshard.checking.exact.tiles import Tiling
+from gshard.checking.lockstep import Event, Lockstep, Numbers, Path, runs_of
 from gshard.checking.replaying.emitted import Emitted
-from gshard.checking.replaying.lockstep import Event, Lockstep, Path, runs_of
-from gshard.checking.replaying.tiles import logical
 from gshard.checking.report import Difference, Report
+from gshard.checking.tiles import Tiling, logical
 from gshard.graph.regions import bodies, loop_bodies
 from gshard.graph.source import source_of
 from gshard.moving.seen import Held
 from gshard.tensors.sharding import Sharding
 
+EXACT = Numbers(constant, local, written_out)
 REWRITTEN = "rewritten as a part of other operators"
 UNUSED = "not computed by any device"
 ELSEWHERE = "of runs that the unpartitioned program does not have"
@@ -38,27 +39,35 @@ FOLLOWS = "that depend on one that differs"
 class Logical:
     """The user's program: its values, run as far as they are asked for.
 
-    `regions` are the variables that are asked for, and the body that each belongs to.
+    `asked` says how often the devices have each variable, in a run of its body, and which body that
+    is. A value is kept until then.
     """
 
-    def __init__(self, emitted: Emitted, arguments: Sequence[Value], regions: dict[Any, Jaxpr]):
-        self._machine = Lockstep(emitted.sizes, ExactNumbers(emitted.count))
-        self._running: Any = self._machine.run(emitted.unpartitioned, arguments)
-        self._regions = regions
-        self._known: dict[tuple[Jaxpr, tuple[int, ...]], dict[Any, Value]] = {}
+    def __init__(
+        self, emitted: Emitted, arguments: Sequence[Value], asked: dict[Any, tuple[Jaxpr, int]]
+    ):
+        machine = Lockstep(emitted.sizes, EXACT)
+        self._running: Any = machine.run(emitted.unpartitioned, arguments)
+        self._asked = asked
+        self._known: dict[tuple[Jaxpr, tuple[int, ...]], dict[Any, list[Any]]] = {}
         self._current: dict[Jaxpr, tuple[int, ...]] = {}
         self.results: list[Value] | None = None
 
     def value(self, var: Any, path: Path) -> Value | None:
         """What a variable is in one of the runs of its region; None if there is no such run."""
-        region, numbers = self._regions[var], _numbers(path)
+        region, numbers = self._asked[var][0], _numbers(path)
         before = self._current.setdefault(region, numbers)
         if before != numbers:  # devices are in another run: the one before is over
             self._known.pop((region, before), None)
             self._current[region] = numbers
         while var not in self._known.get((region, numbers), {}) and self._advanced():
             pass
-        return self._known.get((region, numbers), {}).get(var)
+        kept = self._known.get((region, numbers), {}).get(var)
+        if kept is None:
+            return None
+        value, kept[1] = kept[0], kept[1] - 1
+        kept[0] = value if kept[1] else None
+        return value
 
     def finish(self) -> list[Value]:
         """Run to the end: the results."""
@@ -75,8 +84,9 @@ class Logical:
             return False
         numbers = _numbers(event.path)
         for n, (var, value) in enumerate(zip(event.variables, event.values, strict=True)):
-            if var in self._regions:
-                self._known.setdefault((self._regions[var], numbers), {})[var] = value
+            if var in self._asked:
+                region, times = self._asked[var]
+                self._known.setdefault((region, numbers), {})[var] = [value, times]
                 event.values[n] = _compared(value)
         return True
 
@@ -100,15 +110,16 @@ class Audit:
         self.maker: dict[Any, JaxprEqn] = {}
         self._enter(emitted.flat.jaxpr, 0)
         self._depths = _depths(emitted.body.jaxpr, 0)
-        observable = {
-            h.value: self.region[h.value]
+        times = Counter(
+            h.value
             for var, found in emitted.held.items()
             for h in found
             if h.value in self.depth and self.depth[h.value] == self._depths.get(var)
-        }
+        )
+        asked = {var: (self.region[var], number) for var, number in times.items()}
         self.compared: set[Any] = set()
         self.wrong: set[Any] = set()
-        self.logical = Logical(emitted, arguments, observable)
+        self.logical = Logical(emitted, arguments, asked)
 
     def _enter(self, jaxpr: Jaxpr, depth: int) -> None:
         made = [v for eqn in jaxpr.eqns for v in eqn.outvars]
@@ -186,13 +197,9 @@ class Audit:
         if follows:
             report.not_compared[FOLLOWS] += 1
             return
-        shape, dtype = tuple(var.aval.shape), str(var.aval.dtype)
         report.differences.append(
-            Difference(
-                name, source, what, str(held.sharding), shape, dtype, runs_of(path), gap.device,
-                gap.index, gap.got, gap.expected, gap.elements, gap.why,
-            )
-        )  # fmt: skip
+            _difference(var, gap, name, source, what, str(held.sharding), runs_of(path))
+        )
 
     def _follows(self, var: Any) -> bool:
         """Whether a value depends on one that differs, directly or by values not compared."""
@@ -225,10 +232,12 @@ def _depths(jaxpr: Jaxpr, depth: int) -> dict[Any, int]:
     return found
 
 
-def _entering(emitted: Emitted, arguments: Sequence[Value]) -> list[Value]:
-    """The tiles of all devices of everything that enters."""
-    pairs = zip(arguments, emitted.into, strict=True)
-    return [Tiling(*crossing).cut(value) for value, crossing in pairs]
+def _difference(
+    atom: Any, gap: Gap, name: str, source: str, what: str, sharding: str = "", runs: Any = ()
+) -> Difference:
+    shape, dtype = tuple(atom.aval.shape), str(atom.aval.dtype)
+    found = (gap.device, gap.index, gap.got, gap.expected, gap.elements, gap.why)
+    return Difference(name, source, what, sharding, shape, dtype, runs, *found)
 
 
 DRAWS = 3  # points, at most, where decisions by floats are too near a tie
@@ -244,8 +253,8 @@ def check_program(emitted: Emitted, points: Points) -> Report:
         report = Report(emitted.name, emitted.count)
         Ties.count = 0
         audit = Audit(emitted, report, arguments)
-        machine = Lockstep(emitted.sizes, ExactNumbers(emitted.count))
-        running: Any = machine.run(emitted.body, _entering(emitted, arguments))
+        machine = Lockstep(emitted.sizes, EXACT)
+        running: Any = machine.run(emitted.body, emitted.entering(arguments))
         while True:
             try:
                 event = next(running)
@@ -265,32 +274,19 @@ def check_results(
     name: str, flat: ClosedJaxpr, arguments: Sequence[Any], results: Sequence[Any], count: int
 ) -> Report:
     """Compare results that were computed elsewhere with those of the user's program, in 64 bits."""
-    report = Report(name, count)
-    machine = Lockstep({"devices": count}, ExactNumbers(count))
-    running: Any = machine.run(flat, [constant(logical(x)) for x in arguments])
-    while True:
-        try:
-            next(running)
-        except StopIteration as end:
-            wanted = end.value
-            break
+    report, machine = Report(name, count), Lockstep({"devices": count}, EXACT)
+    wanted = machine.finish(flat, [constant(logical(x)) for x in arguments])
     makers = {v: eqn for eqn in flat.jaxpr.eqns for v in eqn.outvars}
     for atom, got, right in zip(flat.jaxpr.outvars, results, wanted, strict=True):
         eqn = None if isinstance(atom, Literal) else makers.get(atom)
         operator, source = ("argument", "") if eqn is None else (eqn.primitive.name, source_of(eqn))
-        shape, dtype = tuple(atom.aval.shape), atom.aval.dtype
-        here = constant(logical(got))
+        shape, here = tuple(atom.aval.shape), constant(logical(got))
         doubtful = replace(here, sum_bits=UNKNOWN) if isinstance(here, Exact) else here
-        whole = Tiling(Sharding.replicated(len(shape), count), shape)
-        gap = gap_between(doubtful, right, whole, True, dtype)
+        tiling = Tiling(Sharding.replicated(len(shape), count), shape)
+        gap = gap_between(doubtful, right, tiling, True, atom.aval.dtype)
         line = report.line(operator, source)
         line.compared, line.rounded = line.compared + 1, line.rounded + (not gap.proved)
         if gap.elements:
             line.different += 1
-            report.differences.append(
-                Difference(
-                    operator, source, "end", "", shape, str(dtype), (), gap.device, gap.index,
-                    gap.got, gap.expected, gap.elements, gap.why,
-                )
-            )  # fmt: skip
+            report.differences.append(_difference(atom, gap, operator, source, "end"))
     return report

@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from gshard.checking.exact.number import Value, constant, drawn, generic, is_float
+from gshard._jax import prng_impl
+from gshard.checking.exact import field
+from gshard.checking.exact.number import Exact, Value, constant, drawn, is_float
 from gshard.checking.replaying.emitted import Emitted
-from gshard.checking.replaying.tiles import logical
+from gshard.checking.tiles import logical
 from gshard.tensors.keys import is_key_type
 
 
@@ -20,7 +22,7 @@ def at_values(emitted: Emitted, arguments: Sequence[Any]) -> Iterator[list[Value
     for seed in itertools.count():
         rng = np.random.default_rng(seed)
         values = map(logical, (*emitted.consts, *arguments))
-        yield [drawn(x, x.dtype, rng) for x in values]
+        yield [drawn(x, rng) for x in values]
 
 
 def at_random(emitted: Emitted, given: Sequence[Any] = ()) -> Iterator[list[Value]]:
@@ -31,18 +33,19 @@ def at_random(emitted: Emitted, given: Sequence[Any] = ()) -> Iterator[list[Valu
     variables = emitted.unpartitioned.jaxpr.invars
     for seed in itertools.count():
         rng = np.random.default_rng(seed)
-        own = [drawn(x, x.dtype, rng) for x in map(logical, emitted.consts)]
+        own = [drawn(x, rng) for x in map(logical, emitted.consts)]
         arguments = itertools.zip_longest(variables[len(own) :], given)
         yield own + [_random(v.aval, x, rng) for v, x in arguments]
 
 
 def _random(aval: Any, given: Any, rng: np.random.Generator) -> Value:
     if is_float(aval.dtype):
-        return generic(aval.shape, rng)
+        shape = (1, *aval.shape)
+        return Exact(rng.normal(size=shape), rng.integers(0, field.P, shape, np.uint64))
     if hasattr(given, "__array__") and given.shape == aval.shape:
         return constant(logical(given))
     if is_key_type(aval.dtype):
-        key = jax.random.key(rng.integers(2**31), impl=aval.dtype._impl.name)
+        key = jax.random.key(rng.integers(2**31), impl=prng_impl(aval.dtype).name)
         return constant(jax.random.split(key, aval.shape) if aval.shape else key)
     if np.dtype(aval.dtype).kind == "b":
         return rng.integers(0, 2, (1, *aval.shape)).astype(bool)

@@ -34,6 +34,7 @@ from gshard.capture.simplify.passes import in_every_body
 from gshard.graph import Graph
 from gshard.graph.evaluate import bind, equations_of, evaluate
 from gshard.graph.source import on_behalf_of, source_of
+from gshard.graph.windows import MOST_SLICES, convolution, fourier, window_sum
 from gshard.reproducible.functions import FUNCTIONS
 from gshard.reproducible.primitives import (
     leaf_dot_p,
@@ -41,7 +42,6 @@ from gshard.reproducible.primitives import (
     scatter_in_order_p,
     tree_sum_p,
 )
-from gshard.reproducible.windows import MOST_SLICES, convolution, fourier, window_sum
 from gshard.tensors.manual import MANUAL
 from gshard.tensors.trees import halved
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gshard.checking.replaying.collectives import RUN_TOGETHER
-from gshard.checking.replaying.lockstep import Lockstep
-from gshard.checking.replaying.on_host import OnEach
+from gshard.checking.collectives import RUN_TOGETHER
+from gshard.checking.exact.number import spread
+from gshard.checking.lockstep import Lockstep, as_devices_have_them
 from gshard.graph.reason import Reason
 from gshard.moving.collectives import all_gather, reduce_scatter
 from gshard.moving.halo import Halo, collect
@@ -29,14 +29,15 @@ def on_all(run, tiles):
     count = len(tiles)
     place = Place(("d",), count, planned=False)
     traced = jax.make_jaxpr(lambda x: run(place, x), axis_env=[("d", count)])(tiles[0])
-    running, sent = Lockstep({"d": count}, OnEach(count)).run(traced, [list(tiles)]), 0
+    machine, sent = Lockstep({"d": count}, as_devices_have_them()), 0
+    running = machine.run(traced, [np.stack(tiles)])
     while True:
         try:
             event = next(running)
         except StopIteration as end:
-            return [np.asarray(x) for x in end.value[0]], sent
+            return list(spread(end.value[0], count)), sent
         if event.eqn is not None and event.eqn.primitive.name == "ppermute":
-            sent += np.asarray(event.values[0][0]).nbytes
+            sent += event.values[0][0].nbytes
         elif event.eqn is not None and event.eqn.primitive in RUN_TOGETHER:
             sent = np.nan  # counted elsewhere
 

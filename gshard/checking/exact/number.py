@@ -1,9 +1,9 @@
-"""A number under exact comparison, and the other values of a program.
+"""A number under exact comparison, and what moves numbers.
 
 Every value has a leading dim: an entry for each device, or a single one if all devices have the
-same. Integers, masks and random bits are arrays, and are themselves. Floats are `Exact`: a float in
-64 bits, which decides comparisons and branches, and an element of a finite field, which says what
-the number is.
+same. Integers, masks and random bits are arrays, and are themselves; random keys are the integers
+that they are made of, in a further dim at the end. Floats are `Exact`: a float in 64 bits, which
+decides comparisons and branches, and an element of a finite field, which says what the number is.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.checking.exact import field
-from gshard.tensors.keys import is_key, is_key_type
+from gshard.tensors.keys import is_key
 
 EXACT_SUM = 99  # bits of a sum that was never rounded
+UNKNOWN = -1  # the bits of a sum that nothing is proved about
+IMAGINARY = field.element("i")  # complex numbers are sums with this factor
 _NAN, _INF = field.element("nan"), field.element("inf")
 _POISON = field.key_of("padding")
 
@@ -32,7 +34,8 @@ class Exact:
     maximum, `e` has the difference of the hashes in place of that: exp(a - b) is exp(a) / exp(b).
     `is_max` says that it is a maximum, `sum_bits` how many bits the narrowest type has that
     something was added up in on the way here from the last value that was compared. As a polynomial
-    of random elements it has a `degree` of at most so much.
+    of random elements it has a `degree` of at most so much. Integers that are the bits of floats
+    are these floats, whose type is `bits`; those that share an integer have a dim at the end.
     """
 
     f: np.ndarray
@@ -41,34 +44,14 @@ class Exact:
     is_max: bool = False
     sum_bits: int = EXACT_SUM
     degree: float = 1.0
+    bits: Any = None
 
     shape = property(lambda self: self.f.shape)
     ndim = property(lambda self: self.f.ndim)
+    dtype = property(lambda self: self.f.dtype)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Bits:
-    """The bits of floats as integers; a `tag` has the numbers, several if they share an integer."""
-
-    i: np.ndarray
-    tag: Exact
-
-    shape = property(lambda self: self.i.shape)
-    ndim = property(lambda self: self.i.ndim)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Keys:
-    """Random keys, as the integers that they are made of, in an additional last dim."""
-
-    raw: np.ndarray
-    impl: str
-
-    shape = property(lambda self: self.raw.shape[:-1])
-    ndim = property(lambda self: self.raw.ndim - 1)
-
-
-Value = Any  # np.ndarray | Exact | Bits | Keys
+Value = Any  # np.ndarray | Exact
 Move = Callable[[np.ndarray], np.ndarray]
 
 
@@ -77,32 +60,21 @@ def is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def settled(f: np.ndarray, r: np.ndarray) -> np.ndarray:
-    """The field's elements of these floats: all infinities of one sign are one, and all NaNs."""
-    finite = np.isfinite(f)
-    if finite.all():
-        return r
-    odd = np.where(np.isnan(f), _NAN, np.where(np.real(f) > 0, _INF, field.neg(_INF)))
-    return np.where(finite, r, odd)
-
-
 def exact(f: np.ndarray, r: np.ndarray, *of: Value, **more: Any) -> Exact:
-    """The result of an operator on some numbers."""
+    """The result of an operator: all infinities of one sign are one in the field, and all NaNs."""
+    finite = np.isfinite(f)
+    if not finite.all():
+        odd = np.where(np.isnan(f), _NAN, np.where(np.real(f) > 0, _INF, field.neg(_INF)))
+        r = np.where(finite, r, odd)
     bits = min((x.sum_bits for x in of if isinstance(x, Exact)), default=EXACT_SUM)
     degree = max((x.degree for x in of if isinstance(x, Exact)), default=1.0)
-    return Exact(f, settled(f, r), **{"sum_bits": bits, "degree": degree, **more})
+    return Exact(f, r, **{"sum_bits": bits, "degree": degree, **more})
 
 
-def constant(value: Any) -> Value:
-    """A constant of a program, the same on all devices: floats are the rationals that they are."""
-    if is_key(value):
-        return Keys(np.asarray(jax.random.key_data(value))[None], str(jax.random.key_impl(value)))
-    array = np.asarray(value)[None]
-    return of_floats(array) if is_float(array.dtype) else array
-
-
-def of_floats(array: np.ndarray) -> Exact:
-    """Floats as the rationals that they are."""
+def of_array(array: np.ndarray) -> Value:
+    """Floats as the rationals that they are; anything else is itself."""
+    if not is_float(array.dtype):
+        return array
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         f = array.astype(np.complex128)
         real, imag = (field.of_floats(np.nan_to_num(x)) for x in (f.real, f.imag))
@@ -111,27 +83,38 @@ def of_floats(array: np.ndarray) -> Exact:
     return exact(f, field.of_floats(np.where(np.isfinite(f), f, 0.0)))
 
 
-IMAGINARY = field.element("i")  # complex numbers are sums with this factor
+def floats(value: Any) -> np.ndarray:
+    """A constant, the same on all devices, as an array."""
+    return np.asarray(jax.random.key_data(value) if is_key(value) else value)[None]
 
 
-def of_integers(array: np.ndarray) -> Exact:
-    """Whole numbers as numbers of the field."""
-    return Exact(array.astype(np.float64), field.of_integers(array))
+def constant(value: Any) -> Value:
+    """A constant, the same on all devices."""
+    return of_array(floats(value))
 
 
-# ------------------------------------------------------------------------ all kinds of values
+def integers(value: Value, dtype: Any) -> np.ndarray:
+    """The integers of a value, which may be the bits of floats."""
+    if not isinstance(value, Exact):
+        return value
+    raw = np.ascontiguousarray(value.f.astype(value.bits)).view(dtype)
+    return raw[..., 0] if dtype.itemsize > value.bits.itemsize else raw
+
+
+def plain(value: Value) -> np.ndarray:
+    """The integers, or the floats that control: what operators that decide look at."""
+    return value.f if isinstance(value, Exact) else value
+
+
+# ------------------------------------------------------------------------ moved elements
 
 
 def moved(move: Move, value: Value) -> Value:
     """A value whose elements are moved: `move` leaves dims at the end as they are."""
-    if isinstance(value, Exact):
-        e = None if value.e is None else move(value.e)
-        return replace(value, f=move(value.f), r=move(value.r), e=e)
-    if isinstance(value, Bits):
-        return Bits(move(value.i), moved(move, value.tag))
-    if isinstance(value, Keys):
-        return replace(value, raw=move(value.raw))
-    return move(value)
+    if not isinstance(value, Exact):
+        return move(value)
+    e = None if value.e is None else move(value.e)
+    return replace(value, f=move(value.f), r=move(value.r), e=e)
 
 
 def at(value: Value, index: Any) -> Value:
@@ -139,67 +122,59 @@ def at(value: Value, index: Any) -> Value:
     return moved(lambda a: a[index], value)
 
 
-def reshaped(value: Value, shape: Sequence[int], order: Sequence[int] | None = None) -> Value:
-    """A value with other dims, after they were put in another order."""
-    return moved(lambda a: (a if order is None else a.transpose(order)).reshape(shape), value)
+def reshaped(value: Value, order: Sequence[int], shape: Sequence[int]) -> Value:
+    """A value with its dims in another order, and then of another shape."""
+    return moved(lambda a: a.transpose(order).reshape(shape), value)
 
 
 def joined(join: Callable[[Sequence[np.ndarray]], np.ndarray], values: Sequence[Value]) -> Value:
     """One value of the elements of several."""
-    first = next((v for v in values if not isinstance(v, np.ndarray)), values[0])
-    if isinstance(first, Bits):
-        tags = [v.tag if isinstance(v, Bits) else untagged(v, first) for v in values]
-        return Bits(join([plain(v) for v in values]), joined(join, tags))
-    if isinstance(first, Keys):
-        return replace(first, raw=join([v.raw for v in values]))
-    if not isinstance(first, Exact):
+    first = next((v for v in values if isinstance(v, Exact)), None)
+    if first is None:
         return join(values)
+    values = [v if isinstance(v, Exact) else _as_bits(v, first) for v in values]
     e = join([exponents(v) for v in values]) if any(v.e is not None for v in values) else None
     return Exact(
-        join([v.f for v in values]),
-        join([v.r for v in values]),
-        e,
-        any(v.is_max for v in values),
-        min(v.sum_bits for v in values),
-        max(v.degree for v in values),
-    )
+        join([v.f for v in values]), join([v.r for v in values]), e,
+        any(v.is_max for v in values), min(v.sum_bits for v in values),
+        max(v.degree for v in values), first.bits,
+    )  # fmt: skip
 
 
-def untagged(value: np.ndarray, like: Bits) -> Exact:
-    """Numbers for integers that are no float's bits: zeros, which change no sum of bits."""
-    shape = (*value.shape, *like.tag.shape[like.i.ndim :])
-    return Exact(np.zeros(shape), np.zeros(shape, np.uint64))
+def _as_bits(value: np.ndarray, like: Exact) -> Exact:
+    """Integers beside those that are the bits of floats; the least is what NaN is in an order."""
+    raw = np.ascontiguousarray(value)[..., None].view(like.bits)
+    if value.dtype.kind == "i":
+        raw = np.where(value[..., None] == np.iinfo(value.dtype).min, np.nan, raw)
+    made: Exact = of_array(raw[..., 0] if raw.shape[-1] == 1 else raw)
+    return replace(made, bits=like.bits)
+
+
+def beside(mask: np.ndarray, array: np.ndarray) -> np.ndarray:
+    """A mask beside an array that has more dims at the end."""
+    return mask.reshape(*mask.shape, *(1,) * max(array.ndim - mask.ndim, 0))
 
 
 def chosen(which: np.ndarray, yes: Value, no: Value) -> Value:
     """`yes` where `which`, else `no`."""
 
     def choose(both: Sequence[np.ndarray]) -> np.ndarray:
-        more = max(x.ndim for x in both) - which.ndim
-        return np.where(which.reshape(*which.shape, *(1,) * max(more, 0)), *both)
+        return np.where(beside(which, max(both, key=np.ndim)), *both)
 
     return joined(choose, [yes, no])
 
 
-def plain(value: Value) -> np.ndarray:
-    """The integers, or the floats that control: what operators that decide look at."""
-    if isinstance(value, Exact):
-        return value.f
-    if isinstance(value, Bits):
-        return value.i
-    return value.raw if isinstance(value, Keys) else value
-
-
-def leading(value: Value) -> int:
-    """How many entries a value has: one for each device, or one."""
-    return int(plain(value).shape[0])
-
-
 def spread(value: Value, count: int) -> Value:
     """A value with an entry for each of `count` devices."""
-    if leading(value) == count:
+    if len(plain(value)) == count:
         return value
     return moved(lambda a: np.broadcast_to(a, (count, *a.shape[1:])), value)
+
+
+def alike(values: Sequence[Value]) -> list[Value]:
+    """Values with an entry for each device, if one of them has that."""
+    count = max((len(plain(x)) for x in values), default=1)
+    return [spread(x, count) for x in values]
 
 
 def exponents(x: Exact) -> np.ndarray:
@@ -209,7 +184,7 @@ def exponents(x: Exact) -> np.ndarray:
     return on_distinct(lambda r: field.exponent_of(field.key_of("exp"), r), x.r)
 
 
-def on_distinct(fn: Callable[[np.ndarray], np.ndarray], a: np.ndarray) -> np.ndarray:
+def on_distinct(fn: Move, a: np.ndarray) -> np.ndarray:
     """A function of each element, once for the elements that were broadcast."""
     if 0 in a.shape or 0 not in a.strides:
         return fn(a)
@@ -220,32 +195,28 @@ def on_distinct(fn: Callable[[np.ndarray], np.ndarray], a: np.ndarray) -> np.nda
 # ------------------------------------------------------------------------ points
 
 
-def drawn(values: Any, dtype: Any, rng: np.random.Generator) -> Value:
+def drawn(values: Any, rng: np.random.Generator) -> Value:
     """A point at the user's values: floats with random elements of the field, one by one.
 
     Floats move by a part in 10**7, so that no two are equal. Whole numbers are constants and
     stay, but for tensors in which all are the same, such as zeros at the start.
     """
-    if is_key_type(dtype) or not is_float(dtype):
-        return constant(values)
-    known = of_floats(np.asarray(values)[None])
-    f = known.f
-    shape, same = f.shape, f.size > 1 and bool((f == f.ravel()[0]).all())
+    known = constant(values)
+    if not isinstance(known, Exact):
+        return known
+    f, shape = known.f, known.shape
+    same = f.size > 1 and bool((f == f.ravel()[0]).all())
     moving = np.isfinite(f) & (same | (f != np.rint(np.real(f))))
     size = np.where(f == 0, 1e-7, f)
     near = f + np.where(moving, size * rng.random(shape) * 1e-7, 0)
     return Exact(near, np.where(moving, rng.integers(0, field.P, shape, np.uint64), known.r))
 
 
-def generic(shape: Sequence[int], rng: np.random.Generator) -> Exact:
-    """A random point."""
-    shape = (1, *shape)
-    return Exact(rng.normal(size=shape), rng.integers(0, field.P, shape, np.uint64))
-
-
-def poison(shape: Sequence[int], dtype: Any) -> Value:
+def poison(shape: Sequence[int], like: Value) -> Value:
     """What padding has: no result may depend on it."""
-    if is_float(dtype):
-        return Exact(np.full(shape, np.nan), np.full(shape, _NAN))
+    if isinstance(like, Exact):
+        return replace(like, f=np.full(shape, np.nan), r=np.full(shape, _NAN), e=None)
+    if is_float(like.dtype):
+        return np.full(shape, np.nan, like.dtype)
     garbage = field.mixed(_POISON, np.arange(int(np.prod(shape)), dtype=np.uint64))
-    return garbage.astype(dtype).reshape(shape)
+    return garbage.astype(like.dtype).reshape(shape)

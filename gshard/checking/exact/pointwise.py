@@ -20,16 +20,17 @@ from scipy import special
 from gshard.checking.exact import field
 from gshard.checking.exact.number import (
     IMAGINARY,
-    Bits,
     Exact,
+    Move,
     Value,
+    beside,
     chosen,
     exact,
     exponents,
+    integers,
     is_float,
     moved,
-    of_floats,
-    of_integers,
+    of_array,
     on_distinct,
     plain,
 )
@@ -52,58 +53,56 @@ def bits_of(dtype: Any) -> int:
 # ------------------------------------------------------------------------ the ring
 
 
-def _add(eqn: JaxprEqn, a: Value, b: Value) -> Value:
-    if isinstance(a, Exact):
-        return exact(a.f + b.f, field.add(a.r, b.r), a, b)
-    return _integers(np.add, a, b)
+def _ring(on_floats: Any, in_field: Any, degree: Callable[..., float], on_integers: Any) -> Any:
+    """An operator that the field has."""
+
+    def operator(eqn: JaxprEqn | None, *xs: Value) -> Value:
+        if not isinstance(xs[0], Exact):
+            return np.asarray(on_integers(*xs)).astype(xs[0].dtype)
+        r = in_field(*(x.r for x in xs))
+        return exact(on_floats(*(x.f for x in xs)), r, *xs, degree=degree(x.degree for x in xs))
+
+    return operator
 
 
-def _sub(eqn: JaxprEqn, a: Value, b: Value) -> Value:
-    if not isinstance(a, Exact):
-        return _integers(np.subtract, a, b)
-    e = field.sub_exponents(exponents(a), exponents(b)) if b.is_max or a.is_max else None
-    return exact(a.f - b.f, field.sub(a.r, b.r), a, b, e=e)
+def _over(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return field.mul(a, on_distinct(field.inverse, b))
 
 
-def _mul(eqn: JaxprEqn, a: Value, b: Value) -> Value:
-    if isinstance(a, Exact):
-        return exact(a.f * b.f, field.mul(a.r, b.r), a, b, degree=a.degree + b.degree)
-    return _integers(np.multiply, a, b)
-
-
-def _div(eqn: JaxprEqn, a: Value, b: Value) -> Value:
-    if isinstance(a, Exact):
-        r = field.mul(a.r, on_distinct(field.inverse, b.r))
-        return exact(a.f / b.f, r, a, b, degree=a.degree + b.degree)
-    if a.dtype.kind == "u":
-        return np.where(b == 0, ~a, a // np.where(b == 0, 1, b)).astype(a.dtype)
+def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Rounded towards zero; all bits are set for a division by zero."""
     safe = np.where(b == 0, 1, b)
-    found = np.abs(a.astype(np.int64)) // np.abs(safe.astype(np.int64)) * np.sign(a) * np.sign(safe)
-    return np.where(b == 0, -1, found).astype(a.dtype)
+    return np.where(b == 0, ~np.zeros((), a.dtype), (a - np.fmod(a, safe)) // safe)
+
+
+add = _ring(np.add, field.add, max, np.add)
+mul = _ring(np.multiply, field.mul, sum, np.multiply)
+_div = _ring(np.divide, _over, sum, _quotient)
+_neg = _ring(np.negative, field.neg, max, np.negative)
+_minus = _ring(np.subtract, field.sub, max, np.subtract)
+
+
+def sub(eqn: JaxprEqn | None, a: Value, b: Value) -> Value:
+    """The difference; from a maximum, of the exponents too."""
+    made = _minus(eqn, a, b)
+    if isinstance(a, Exact) and (a.is_max or b.is_max):
+        return replace(made, e=field.sub_exponents(exponents(a), exponents(b)))
+    return made
 
 
 def _rem(eqn: JaxprEqn, a: Value, b: Value) -> Value:
     if not isinstance(a, Exact):
         return np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b))).astype(a.dtype)
-    times = of_floats(np.trunc(_div(eqn, a, b).f))
-    return replace(_sub(eqn, a, _mul(eqn, b, times)), e=None)
-
-
-def _neg(eqn: JaxprEqn, a: Value) -> Value:
-    return exact(-a.f, field.neg(a.r), a) if isinstance(a, Exact) else _integers(np.negative, a)
+    return _minus(eqn, a, mul(eqn, b, of_array(np.trunc(_div(eqn, a, b).f))))
 
 
 def _integer_pow(eqn: JaxprEqn, a: Value) -> Value:
     power = eqn.params.get("y", 2)
-    if isinstance(a, Exact):
-        r = on_distinct(lambda r: field.power(r, power), a.r)
-        return exact(a.f ** float(power), r, a, degree=a.degree * max(abs(power), 1))
-    return _integers(lambda x: x**power, a)
-
-
-def _integers(fn: Callable[..., np.ndarray], *values: Value) -> np.ndarray:
-    arrays = [plain(x) for x in values]
-    return np.asarray(fn(*arrays)).astype(arrays[0].dtype)
+    of_field: Move = lambda r: on_distinct(lambda x: field.power(x, power), r)  # noqa: E731
+    return _ring(
+        lambda f: f ** float(power), of_field, lambda d: sum(d) * max(abs(power), 1),
+        lambda x: x**power,
+    )(eqn, a)  # fmt: skip
 
 
 # ------------------------------------------------------------------------ functions
@@ -116,25 +115,15 @@ def _exp(eqn: JaxprEqn, a: Exact) -> Exact:
     return exact(f, r, a, degree=1.0)
 
 
-def _expm1(eqn: JaxprEqn, a: Exact) -> Exact:
-    return _sub(eqn, _exp(eqn, a), of_floats(np.ones((1,) * a.ndim)))
-
-
-def _log1p(eqn: JaxprEqn, a: Exact) -> Exact:
-    one = of_floats(np.ones((1,) * a.ndim))
-    return unknown("log", np.log)(eqn, _add(eqn, one, a))
-
-
-def unknown(name: str, fn: Callable[..., np.ndarray] | None, *names: str) -> Operator:
-    """An unknown function of its operands, and of some parameters; floats of `fn`, if known."""
+def unknown(name: str, fn: Callable[..., np.ndarray] | None = None) -> Operator:
+    """An unknown function of its operands: a hash of them; floats of `fn`, if known."""
 
     def operator(eqn: JaxprEqn, *operands: Value) -> Value:
-        key = field.key_of(name, *(str(eqn.params[n]) for n in names))
-        residues = [x.r if isinstance(x, Exact) else field.of_integers(plain(x)) for x in operands]
-        if len(residues) == 1:
-            r = on_distinct(lambda x: field.hashed(key, x), residues[0])
-        else:
-            r = field.hashed(key, *residues)
+        key = field.key_of(name)
+        of = [x.r if isinstance(x, Exact) else field.of_integers(x) for x in operands]
+        r = field.hashed(key, *of)
+        if len(of) == 1:
+            r = on_distinct(lambda x: field.hashed(key, x), of[0])
         any_float = r.astype(np.float64) / 2.0**61
         f = any_float if fn is None else np.asarray(fn(*map(plain, operands)))
         if np.isnan(f).any():  # as of log(-1): a number like others, so that all are compared
@@ -146,12 +135,12 @@ def unknown(name: str, fn: Callable[..., np.ndarray] | None, *names: str) -> Ope
 
 
 def opaque(eqn: JaxprEqn, *operands: Value) -> Value:
-    """An unknown function on single elements."""
+    """An unknown function on single elements, for each of its parameters."""
     kept = {k: v for k, v in eqn.params.items() if k != "sharding"}
-    return unknown(eqn.primitive.name + str(sorted(kept.items(), key=str)), None)(eqn, *operands)
+    return unknown(eqn.primitive.name + str(sorted(kept.items(), key=str)))(eqn, *operands)
 
 
-def _linear(factor: Any, fn: Callable[[np.ndarray], np.ndarray]) -> Operator:
+def _linear(factor: Any, fn: Move) -> Operator:
     """A linear function that the field does not have: a product with a constant."""
     return lambda eqn, a: exact(fn(a.f), field.mul(a.r, factor), a)
 
@@ -170,22 +159,24 @@ _IMAG = field.u64((1 - int(_REAL)) * pow(int(IMAGINARY), -1, _PRIME) % _PRIME)
 
 def below(a: Value, b: Value) -> np.ndarray:
     """Whether a < b."""
-    if isinstance(a, Bits) and isinstance(b, Bits):
-        a, b = a.tag, b.tag
-    if not (isinstance(a, Exact) and isinstance(b, Exact)):
-        return plain(a) < plain(b)
-    differs = a.r != b.r
-    apart = np.abs(a.f - b.f)
+    if not isinstance(a, Exact) or not isinstance(b, Exact):
+        return _whole(a, b) < _whole(b, a)
+    differs, apart = a.r != b.r, np.abs(a.f - b.f)
     near = np.isfinite(apart) & (apart <= _TIE * (np.abs(a.f) + np.abs(b.f)))
-    Ties.count += int(np.count_nonzero(near & differs & (apart > 0)))
+    if near.any():
+        Ties.count += int(np.count_nonzero(near & differs & (apart > 0)))
     return np.where(near | (a.f == b.f), a.r < b.r, (a.f < b.f) & differs)
+
+
+def _whole(a: Value, other: Value) -> np.ndarray:
+    return integers(a, other.dtype) if isinstance(a, Exact) else a
 
 
 def equal(a: Value, b: Value) -> np.ndarray:
     """Whether a == b."""
-    if isinstance(a, Exact):
+    if isinstance(a, Exact) and isinstance(b, Exact):
         return (a.r == b.r) & ~np.isnan(a.f)
-    return np.asarray(plain(a) == plain(b))
+    return np.asarray(_whole(a, b) == _whole(b, a))
 
 
 def _at_most(a: Value, b: Value) -> np.ndarray:
@@ -194,33 +185,25 @@ def _at_most(a: Value, b: Value) -> np.ndarray:
 
 def larger(a: Value, b: Value) -> Value:
     """The maximum; NaN if one is."""
-    return _extreme(~below(a, b), a, b)
+    return _extreme(np.maximum, below, a, b)
 
 
 def smaller(a: Value, b: Value) -> Value:
     """The minimum; NaN if one is."""
-    return _extreme(~below(b, a), a, b)
+    return _extreme(np.minimum, lambda x, y: below(y, x), a, b)
 
 
-def _extreme(first: np.ndarray, a: Value, b: Value) -> Value:
-    if isinstance(a, Exact):
-        first = (first & ~np.isnan(b.f)) | np.isnan(a.f)
-        return replace(chosen(first, a, b), is_max=True)
-    return chosen(first, a, b)
-
-
-def _clamp(eqn: JaxprEqn, low: Value, x: Value, high: Value) -> Value:
-    return larger(low, smaller(x, high))
+def _extreme(fn: Any, loses: Callable[[Value, Value], np.ndarray], a: Value, b: Value) -> Value:
+    if not isinstance(a, Exact):
+        return fn(a, b)
+    first = (~loses(a, b) & ~np.isnan(b.f)) | np.isnan(a.f)
+    return replace(chosen(first, a, b), is_max=True)
 
 
 def aligned(operands: Sequence[Value]) -> Sequence[Value]:
     """Scalars beside arrays of more dims."""
-    rank = max((x.ndim for x in operands), default=0)
-    return [x if x.ndim == rank else moved(_more(rank - x.ndim), x) for x in operands]
-
-
-def _more(dims: int) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda a: a.reshape(*a.shape, *(1,) * dims)
+    widest = max(map(plain, operands), key=np.ndim) if operands else np.zeros(())
+    return [moved(lambda a: beside(a, widest), x) for x in operands]
 
 
 def _select(eqn: JaxprEqn, which: np.ndarray, *cases: Value) -> Value:
@@ -230,7 +213,7 @@ def _select(eqn: JaxprEqn, which: np.ndarray, *cases: Value) -> Value:
     return found
 
 
-def whole(a: Exact, fn: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def rounded(a: Exact, fn: Move) -> np.ndarray:
     """Floats made whole numbers by `fn`; what is one in the field is that one."""
     nearest = np.rint(a.f)
     known = np.isfinite(a.f) & (np.abs(nearest) < 2.0**53)
@@ -238,41 +221,45 @@ def whole(a: Exact, fn: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     return np.where(is_whole, nearest, fn(a.f))
 
 
+def _decided(fn: Move) -> Operator:
+    return lambda eqn, a: of_array(rounded(a, fn)) if isinstance(a, Exact) else a
+
+
 def _round(eqn: JaxprEqn, a: Exact) -> Exact:
     even = int(eqn.params["rounding_method"]) == 1
-    return of_floats(whole(a, np.rint if even else lambda f: np.trunc(f + np.copysign(0.5, f))))
+    return of_array(rounded(a, np.rint if even else lambda f: np.trunc(f + np.copysign(0.5, f))))
 
 
 def _sign(eqn: JaxprEqn, a: Value) -> Value:
-    if not isinstance(a, Exact):
-        return np.sign(a)
-    if np.iscomplexobj(a.f):
-        return opaque(eqn, a)
-    return of_floats(np.where(a.r == 0, 0.0, np.sign(a.f)))
+    if not isinstance(a, Exact) or np.iscomplexobj(a.f):
+        return opaque(eqn, a) if isinstance(a, Exact) else np.sign(a)
+    return of_array(np.where(a.r == 0, 0.0, np.sign(a.f)))
 
 
 def _abs(eqn: JaxprEqn, a: Value) -> Value:
-    if not isinstance(a, Exact):
-        return np.abs(a)
-    if np.iscomplexobj(a.f):
-        return unknown("abs", np.abs)(eqn, a)
+    if not isinstance(a, Exact) or np.iscomplexobj(a.f):
+        return unknown("abs", np.abs)(eqn, a) if isinstance(a, Exact) else np.abs(a)
     return exact(np.abs(a.f), np.where(a.f < 0, field.neg(a.r), a.r), a)
 
 
 # ------------------------------------------------------------------------ types
 
 
-def _convert(eqn: JaxprEqn, a: Value) -> Value:
+def convert(eqn: JaxprEqn, a: Value) -> Value:
     """Between floats nothing changes; the types in which sums are made are compared apart."""
-    dtype = eqn.params["new_dtype"]
+    return converted(a, eqn.params["new_dtype"])
+
+
+def converted(a: Value, dtype: Any) -> Value:
+    """A value in another type."""
     if isinstance(a, Exact) and is_float(dtype):
         is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
-        return _linear(_REAL, np.real)(eqn, a) if is_real and np.iscomplexobj(a.f) else a
+        return _linear(_REAL, np.real)(None, a) if is_real and np.iscomplexobj(a.f) else a
     if isinstance(a, Exact):
-        return a.r != 0 if dtype == np.bool_ else _cast(whole(a, np.trunc), dtype)
+        return a.r != 0 if dtype == np.bool_ else _cast(rounded(a, np.trunc), dtype)
     if is_float(dtype):
-        return of_integers(plain(a))
-    return plain(a) != 0 if dtype == np.bool_ else plain(a).astype(dtype)
+        return Exact(a.astype(np.float64), field.of_integers(a))
+    return a != 0 if dtype == np.bool_ else a.astype(dtype)
 
 
 def _cast(f: np.ndarray, dtype: Any) -> np.ndarray:
@@ -285,32 +272,27 @@ def _cast(f: np.ndarray, dtype: Any) -> np.ndarray:
 
 def _bitcast(eqn: JaxprEqn, a: Value) -> Value:
     old, new = eqn.invars[0].aval.dtype, np.dtype(eqn.params["new_dtype"])
-    if isinstance(a, Bits) and is_float(new):
-        return a.tag
-    raw = a.f.astype(old) if isinstance(a, Exact) else np.ascontiguousarray(plain(a))
+    if isinstance(a, Exact) and (a.bits is None or a.bits == new or not is_float(new)):
+        if a.bits is not None or old.itemsize <= new.itemsize:
+            return replace(a, bits=None if is_float(new) else a.bits or old)
+        a = a.f.astype(old)
+    raw = np.ascontiguousarray(integers(a, old))
     if old.itemsize == new.itemsize:
-        bits = np.ascontiguousarray(raw).view(new)
-    elif old.itemsize < new.itemsize:
-        bits = np.ascontiguousarray(raw).view(new)[..., 0]
-    else:
-        bits = np.ascontiguousarray(raw)[..., None].view(new)
-    if isinstance(a, Exact) and old.itemsize <= new.itemsize and not is_float(new):
-        return Bits(bits, a)
-    return of_floats(bits) if is_float(new) else bits
+        return of_array(raw.view(new))
+    return of_array(
+        raw.view(new)[..., 0] if old.itemsize < new.itemsize else raw[..., None].view(new)
+    )
 
 
 def _xor(eqn: JaxprEqn, a: Value, b: Value) -> Value:
     """Bits whose order is changed, and changed back, are still those of the same floats."""
-    found = plain(a) ^ plain(b)
-    tagged = next((x for x in (a, b) if isinstance(x, Bits)), None)
-    return found if tagged is None or found.shape != tagged.shape else replace(tagged, i=found)
+    tagged = next((x for x in (a, b) if isinstance(x, Exact)), None)
+    return a ^ b if tagged is None else tagged
 
 
 def _shift(fn: Callable[..., np.ndarray], fill: int) -> Operator:
-    def operator(eqn: JaxprEqn, a: Value, by: Value) -> np.ndarray:
-        a, by = plain(a), plain(by)
-        width = a.dtype.itemsize * 8
-        inside = (by >= 0) & (by < width)
+    def operator(eqn: JaxprEqn, a: np.ndarray, by: np.ndarray) -> np.ndarray:
+        inside = (by >= 0) & (by < a.dtype.itemsize * 8)
         return np.where(inside, fn(a, np.where(inside, by, 0)), fill * (a < 0)).astype(a.dtype)
 
     return operator
@@ -325,19 +307,11 @@ def _same(eqn: JaxprEqn, *operands: Value) -> Value:
     return operands[0] if len(operands) == 1 else list(operands)
 
 
-def _bitwise(fn: Callable[..., np.ndarray]) -> Operator:
-    return lambda eqn, *xs: _integers(fn, *xs)
+def _compared(fn: Callable[..., Any]) -> Operator:
+    return lambda eqn, *xs: fn(*xs)
 
 
-def _compared(fn: Callable[[Value, Value], np.ndarray]) -> Operator:
-    return lambda eqn, a, b: fn(a, b)
-
-
-def _decided(fn: Callable[[np.ndarray], np.ndarray]) -> Operator:
-    return lambda eqn, a: of_floats(whole(a, fn)) if isinstance(a, Exact) else a
-
-
-_KNOWN: dict[str, Callable[..., Any] | None] = {
+_KNOWN: dict[str, Callable[..., Any]] = {
     "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt, "log": np.log, "log2": np.log2,
     "exp2": np.exp2, "logistic": special.expit, "erf": special.erf, "erfc": special.erfc,
@@ -351,23 +325,26 @@ _IDENTITIES = (
     "sharding_constraint", "reduce_precision", "stage", "pvary", "pin", "convert_layout", "pcast",
     "mesh_cast", "layout_constraint", "in_one_piece", "reshard", "pbroadcast",
 )  # fmt: skip
+_COMPARE: dict[str, Callable[..., Any]] = {
+    "max": larger, "min": smaller, "clamp": lambda low, x, high: larger(low, smaller(x, high)),
+    "eq": equal, "ne": lambda a, b: ~equal(a, b), "lt": below, "gt": lambda a, b: below(b, a),
+    "le": _at_most, "ge": lambda a, b: _at_most(b, a), "eq_to": equal, "le_to": _at_most,
+    "lt_to": below,
+}  # fmt: skip
+# What leaves the bits of floats the bits of floats.
+KEEPS_BITS = {*_IDENTITIES, *_COMPARE, "bitcast_convert_type", "xor", "select_n"}
 
 POINTWISE: dict[str, Operator] = {
     **{name: unknown(name, fn) for name, fn in _KNOWN.items()},
-    **dict.fromkeys(_IDENTITIES, _same),
-    "add": _add, "add_any": _add, "sub": _sub, "mul": _mul, "div": _div, "rem": _rem, "neg": _neg,
-    "integer_pow": _integer_pow, "square": _integer_pow, "exp": _exp, "expm1": _expm1,
-    "log1p": _log1p, "complex": _complex, "real": _linear(_REAL, np.real),
-    "imag": _linear(_IMAG, np.imag), "conj": _linear(field.element("conj"), np.conj),
-    "max": _compared(larger), "min": _compared(smaller), "clamp": _clamp, "select_n": _select,
-    "eq": _compared(equal), "ne": _compared(lambda a, b: ~equal(a, b)), "lt": _compared(below),
-    "gt": _compared(lambda a, b: below(b, a)), "le": _compared(_at_most),
-    "ge": _compared(lambda a, b: _at_most(b, a)), "eq_to": _compared(equal),
-    "le_to": _compared(_at_most), "lt_to": _compared(below), "sign": _sign, "abs": _abs,
-    "floor": _decided(np.floor), "ceil": _decided(np.ceil), "round": _round,
-    "is_finite": lambda eqn, a: np.isfinite(a.f), "convert_element_type": _convert,
-    "bitcast_convert_type": _bitcast, "xor": _xor, "and": _bitwise(np.bitwise_and),
-    "or": _bitwise(np.bitwise_or), "not": _bitwise(np.invert),
+    **dict.fromkeys(_IDENTITIES, _same), **{n: _compared(fn) for n, fn in _COMPARE.items()},
+    "add": add, "add_any": add, "sub": sub, "mul": mul, "div": _div, "rem": _rem, "neg": _neg,
+    "integer_pow": _integer_pow, "square": _integer_pow, "exp": _exp, "complex": _complex,
+    "real": _linear(_REAL, np.real), "imag": _linear(_IMAG, np.imag),
+    "conj": _linear(field.element("conj"), np.conj), "select_n": _select, "sign": _sign,
+    "abs": _abs, "floor": _decided(np.floor), "ceil": _decided(np.ceil), "round": _round,
+    "is_finite": lambda eqn, a: np.isfinite(a.f), "convert_element_type": convert,
+    "bitcast_convert_type": _bitcast, "xor": _xor, "and": _compared(np.bitwise_and),
+    "or": _compared(np.bitwise_or), "not": _compared(np.invert),
     "shift_left": _shift(np.left_shift, 0), "shift_right_arithmetic": _shift(np.right_shift, -1),
     "shift_right_logical": _shift(_logical_right, 0),
 }  # fmt: skip

@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
-from gshard.checking.replaying.lockstep import Value
-from gshard.checking.replaying.tiles import assembled, cut, logical
+from gshard.checking.exact.number import Value, plain
+from gshard.checking.tiles import Tiling
 from gshard.moving.seen import Held
 from gshard.tensors.sharding import Sharding
 
@@ -46,14 +46,12 @@ class Emitted:
         variables = [*jaxpr.constvars, *jaxpr.invars]
         return ClosedJaxpr(jaxpr.replace(constvars=[], invars=variables), [])
 
-    def entering(self, arguments: Sequence[Any]) -> list[Value]:
-        """The tiles of all devices of everything that enters, from flat logical arguments."""
-        values = map(logical, (*self.consts, *arguments))
-        return [cut(x, *crossing) for x, crossing in zip(values, self.into, strict=True)]
+    def entering(self, values: Sequence[Value]) -> list[Value]:
+        """The tiles of all devices of everything that enters."""
+        pairs = zip(values, self.into, strict=True)
+        return [Tiling(*crossing).cut(value) for value, crossing in pairs]
 
     def leaving(self, results: Sequence[Value]) -> list[Any]:
         """The logical results."""
-        return [
-            assembled(tiles, Held(None, sharding, shape))
-            for tiles, (sharding, shape) in zip(results, self.out_of, strict=True)
-        ]
+        pairs = zip(results, self.out_of, strict=True)
+        return [plain(Tiling(*crossing).assembled(tiles))[0] for tiles, crossing in pairs]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jax.extend.core import Literal
 
-from gshard.checking.replaying.collectives import RUN_TOGETHER, exchanged
+from gshard.checking.collectives import RUN_TOGETHER, exchanged
+from gshard.checking.exact.number import Value, floats, plain
+from gshard.checking.lockstep import Event, Lockstep, as_devices_have_them, runs_of
 from gshard.checking.replaying.emitted import Emitted
 from gshard.checking.replaying.finite import Finite
-from gshard.checking.replaying.lockstep import Event, Lockstep, Value, runs_of
-from gshard.checking.replaying.on_host import OnEach
 from gshard.checking.replaying.step import DeviceTile, Origin, ReplayStep, steps_counted, table
-from gshard.checking.replaying.tiles import place_of, plain
+from gshard.checking.tiles import Tiling, logical
 from gshard.graph.reason import NO_REASON
 from gshard.graph.regions import walk
 from gshard.graph.source import reason_of, source_of
@@ -42,7 +41,7 @@ class Replay(Iterator[ReplayStep]):
         until: Until,
         tree: Callable[[list[Any]], Any],
     ):
-        machine = Lockstep(emitted.sizes, OnEach(math.prod(emitted.sizes.values())))
+        machine = Lockstep(emitted.sizes, as_devices_have_them())
         if not 0 <= device < machine.count:
             raise ValueError(
                 f"device is {device}; the program has devices 0 to {machine.count - 1}"
@@ -65,8 +64,9 @@ class Replay(Iterator[ReplayStep]):
         self._number = 0
         self._origins: dict[Any, Origin] = {}
         self._newest: list[ReplayStep] = []
-        self._finite = Finite(self._held_or_own)
-        self._running = machine.run(emitted.body, emitted.entering(arguments))
+        self._finite = Finite(machine.count, self._held_or_own)
+        values = [floats(logical(x)) for x in (*emitted.consts, *arguments)]
+        self._running = machine.run(emitted.body, emitted.entering(values))
 
     def __iter__(self) -> Replay:
         return self
@@ -117,7 +117,7 @@ class Replay(Iterator[ReplayStep]):
             return None
         self._number += 1
         device, found = odd or (self.device, "")
-        if all(v[device] is None for v in event.values):
+        if not event.active[device]:
             return None  # this device took another branch
         step = self._of(event, device, origin, found)
         self.ended = bool(odd) or self._asks_for(step)
@@ -144,7 +144,7 @@ class Replay(Iterator[ReplayStep]):
         sent: dict[int, np.ndarray] = {}
         received: dict[int, np.ndarray] = {}
         if eqn is not None and eqn.primitive in RUN_TOGETHER:
-            sent, received = exchanged(eqn, event.operands[0], device, self._machine.sizes)
+            sent, received = exchanged(eqn, plain(event.operands[0]), device, self._machine.sizes)
         return ReplayStep(
             self._number,
             origin.operator,
@@ -163,17 +163,14 @@ class Replay(Iterator[ReplayStep]):
     def _pieces(
         self, atoms: Sequence[Any], values: Sequence[Value], device: int
     ) -> list[DeviceTile]:
-        return [
-            self._piece(atom, value[device], device)
-            for atom, value in zip(atoms, values, strict=True)
-            if value[device] is not None
-        ]
+        pairs = zip(atoms, values, strict=True)
+        return [self._piece(a, x[device if len(x) > 1 else 0], device) for a, x in pairs]
 
-    def _piece(self, atom: Any, value: Any, device: int) -> DeviceTile:
-        array, held = plain(value), self._held(atom)
+    def _piece(self, atom: Any, array: np.ndarray, device: int) -> DeviceTile:
+        held = self._held(atom)
         if held is None:
             return DeviceTile(array)
-        place = place_of(held, device, array.shape)
+        place = Tiling(held.sharding, held.shape).place(device)
         return DeviceTile(array, held.shape, place, bool(held.sharding.unreduced))
 
     def _held(self, atom: Any) -> Held | None:

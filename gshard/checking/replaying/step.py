@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.checking.replaying.tiles import Place, real
+from gshard.checking.tiles import Place, real
 from gshard.graph.readable import counted, size
 
 

@@ -10,11 +10,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import gshard
-from gshard.checking.replaying import on_host
-from gshard.checking.replaying.collectives import run_collective
-from gshard.checking.replaying.lockstep import DivergedError, Lockstep
-from gshard.checking.replaying.tiles import assembled, cut, place_of, real
-from gshard.moving.seen import Held
+from gshard.checking import on_host
+from gshard.checking.collectives import run_collective
+from gshard.checking.exact.number import spread
+from gshard.checking.lockstep import DivergedError, Lockstep, as_devices_have_them
+from gshard.checking.tiles import Tiling, real
 from gshard.tensors.sharding import Sharding
 from tests.oracle import assert_same, assignments, even_split, random_array
 
@@ -211,7 +211,7 @@ def test_devices_that_would_wait_for_each_other_are_named():
     with pytest.raises(
         DivergedError, match=r"test_replay.py:\d+: devices \[0, 1, 2\] run psum, an"
     ):
-        list(Lockstep({"a": 4}, on_host.OnEach(4)).run(body, [[np.float32(1.0)] * 4]))
+        list(Lockstep({"a": 4}, as_devices_have_them()).run(body, [np.ones(1, np.float32)]))
 
 
 # --------------------------------------------------------------- tiles and collectives
@@ -223,11 +223,11 @@ def test_tiles_are_parts_of_the_whole(data):
     assigned = data.draw(assignments(len(shape), D))
     alone = even_split(len(shape), 0, 1)
     sharding = Sharding.of_assignment(alone if assigned is None else assigned, D)
-    value, held = random_array(shape), Held(None, sharding, shape)
-    tiles = cut(value, sharding, shape)
-    np.testing.assert_array_equal(assembled(tiles, held), value)
+    value, tiling = random_array(shape), Tiling(sharding, shape)
+    tiles = spread(tiling.cut(value[None]), D)
+    np.testing.assert_array_equal(tiling.assembled(tiles)[0], value)
     for device, tile in enumerate(tiles):
-        place = place_of(held, device, tile.shape)
+        place = tiling.place(device)
         assert (place is None) == (sharding.tile_index[device] < 0)
         if place is not None:
             np.testing.assert_array_equal(real(np.asarray(tile), place), value[place])
@@ -258,13 +258,8 @@ def test_collectives_do_what_the_compiled_ones_do():
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     x = random_array((D * 8, 3), np.int32)
     body = jax.make_jaxpr(fn, axis_env=[("a", 2), ("b", 4)])(x[:8])
-    run = Lockstep({"a": 2, "b": 4}, on_host.OnEach(D)).run(body, [list(np.split(x, D))])
-    events = []
-    try:
-        while True:
-            events.append(next(run))
-    except StopIteration as end:
-        results = end.value
+    machine = Lockstep({"a": 2, "b": 4}, as_devices_have_them())
+    results = [spread(r, D) for r in machine.finish(body, [np.stack(np.split(x, D))])]
     assert len(results) == len(jax.jit(mapped)(x))
     for tiles, wanted in zip(results, jax.jit(mapped)(x), strict=True):
         np.testing.assert_array_equal(np.concatenate(tiles), np.asarray(wanted))
@@ -287,7 +282,8 @@ def test_ragged_rows_are_exchanged():
         [np.array(s, np.int32) for s in ([1, 2], [2, 1])],
     ]
     body = jax.make_jaxpr(fn, axis_env=[("a", 2)])(*[o[0] for o in operands])
-    (result,) = run_collective(body.jaxpr.eqns[0], operands, {"a": 2})
+    given = [np.stack(o) for o in operands]
+    (result,) = run_collective(body.jaxpr.eqns[0], given, {"a": 2})
     assert [r.tolist() for r in result] == [[1, 4, 5, 0], [2, 3, 6, 0]]
 
 

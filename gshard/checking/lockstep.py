@@ -1,24 +1,28 @@
 """The interpreter: what all devices run, one equation at a time.
 
-What a value is, and what operators do to it, is up to a `Domain`: floats as devices have them
-(`on_host.OnEach`), or exact numbers (`exact.machine`). Calls, loops and branches are entered.
+What a constant is, and what operators do, is up to its `Numbers`: floats as devices have them
+(`on_host`), or exact numbers (`exact`). Calls, loops and branches are entered. Every value has a
+leading dim, with an entry for each device, or one for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.checking.replaying.collectives import RUN_TOGETHER, groups_of
+from gshard.checking.collectives import RUN_TOGETHER, groups_of, run_collective, run_manual
+from gshard.checking.exact.number import Value, alike, at, chosen, floats, joined, plain
+from gshard.checking.on_host import OnHost
 from gshard.graph.regions import LOOPS, called, counts_of
 from gshard.graph.source import source_of
+from gshard.tensors.manual import MANUAL
 
-Value = Any  # what all devices have, as a domain holds it
 Path = tuple[tuple[JaxprEqn, int], ...]  # the loops and branches around, with the number of each
 
 
@@ -50,32 +54,19 @@ class Event:
 Run = Generator[Event, None, list[Value]]
 
 
-class Domain(Protocol):
-    """What values are, and what operators do to them on the devices that are `active`."""
+@dataclass(frozen=True)
+class Numbers:
+    """What constants are, what an equation that sends nothing does on the devices that are active,
+    and the programs that some equations stand for."""
 
-    def literal(self, value: Any, active: np.ndarray) -> Value:
-        """A constant."""
+    constant: Callable[[Any], Value]
+    local: Callable[[JaxprEqn, Sequence[Value], np.ndarray], list[Value]]
+    written_out: Callable[[JaxprEqn], ClosedJaxpr | None] = lambda eqn: None
 
-    def row(self, value: Value, number: int) -> Value:
-        """A row of a tensor, on every device."""
 
-    def stacked(self, rows: list[Value], aval: Any) -> Value:
-        """The tensor of some rows."""
-
-    def on(self, value: Value, devices: np.ndarray) -> Value:
-        """A value on some devices alone; the others have nothing, or anything."""
-
-    def merged(self, new: Value, old: Value | None, devices: np.ndarray) -> Value:
-        """The new value on some devices, the old one on the others."""
-
-    def numbers(self, value: Value, count: int) -> np.ndarray:
-        """An integer, or a truth value, of each device."""
-
-    def collective(self, eqn: JaxprEqn, operands: Sequence[Value], sizes: Mapping[str, int]) -> Any:
-        """The results of a collective, or of `axis_index`."""
-
-    def local(self, eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[Value]:
-        """The results of an equation that sends nothing."""
+def as_devices_have_them() -> Numbers:
+    """Floats of JAX's own operators."""
+    return Numbers(floats, OnHost().on_each)
 
 
 def _literal(atom: Literal) -> Any:
@@ -86,11 +77,15 @@ def _literal(atom: Literal) -> Any:
 class Lockstep:
     """Runs programs for all devices of a mesh with axes of these `sizes`."""
 
-    def __init__(self, sizes: Mapping[str, int], domain: Domain):
+    def __init__(self, sizes: Mapping[str, int], numbers: Numbers):
         self.sizes = dict(sizes)
-        self.count = int(np.prod(list(self.sizes.values())))
-        self.domain = domain
+        self.count = math.prod(self.sizes.values())
+        self.numbers = numbers
         self._last: dict[Jaxpr, dict[Any, int]] = {}
+
+    def finish(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
+        """Run a program to its end: its results."""
+        return ended(self.run(closed, args))
 
     def run(
         self,
@@ -100,16 +95,16 @@ class Lockstep:
         path: Path = (),
     ) -> Run:
         """Run a program on the `active` devices: the events on the way, and at last its results."""
-        jaxpr, domain = closed.jaxpr, self.domain
+        jaxpr, constant = closed.jaxpr, self.numbers.constant
         variables = (*jaxpr.constvars, *jaxpr.invars)
         on = np.ones(self.count, bool) if active is None else active
-        begins = [*(domain.literal(c, on) for c in closed.consts), *args]
+        begins = [*map(constant, closed.consts), *args]
         yield Event(None, variables, begins, (), path, active=on)
         env: dict[Any, Value] = dict(zip(variables, begins, strict=True))
         last = self._last_uses(jaxpr)
 
         def read(atom: Any) -> Value:
-            return domain.literal(_literal(atom), on) if isinstance(atom, Literal) else env[atom]
+            return constant(_literal(atom)) if isinstance(atom, Literal) else env[atom]
 
         for number, eqn in enumerate(jaxpr.eqns):
             operands = [read(a) for a in eqn.invars]
@@ -145,13 +140,16 @@ class Lockstep:
             return (yield from self._while(eqn, operands, active, path))
         if primitive is p.cond_p:
             return (yield from self._cond(eqn, operands, active, path))
-        if (body := called(eqn)) is not None:
+        body = called(eqn) or self.numbers.written_out(eqn)
+        if body is not None:
             return (yield from self.run(body, operands, active, path))
         if primitive is p.axis_index_p or primitive in RUN_TOGETHER:
             self._check_together(eqn, active)
             with eqn.ctx.manager, np.errstate(all="ignore"):
-                return list(self.domain.collective(eqn, operands, self.sizes))
-        return list(self.domain.local(eqn, operands, active))
+                return run_collective(eqn, operands, self.sizes)
+        if primitive in MANUAL:
+            return run_manual(eqn, operands, self.count)
+        return self.numbers.local(eqn, operands, active)
 
     def _check_together(self, eqn: JaxprEqn, active: np.ndarray) -> None:
         if eqn.primitive is p.axis_index_p or active.all():
@@ -173,7 +171,7 @@ class Lockstep:
         stacks: list[list[Value]] = [[] for _ in eqn.outvars[carried:]]
         order = range(length)
         for number in reversed(order) if eqn.params["reverse"] else order:
-            rows = [self.domain.row(value, number) for value in xs]
+            rows = [at(value, (slice(None), number)) for value in xs]
             args = [*operands[:consts], *carry, *rows]
             results = yield from self.run(body, args, active, (*path, (eqn, number)))
             carry = results[:carried]
@@ -182,35 +180,52 @@ class Lockstep:
         if eqn.params["reverse"]:
             stacks = [stack[::-1] for stack in stacks]
         made = zip(stacks, eqn.outvars[carried:], strict=True)
-        return [*carry, *(self.domain.stacked(stack, var.aval) for stack, var in made)]
+        return [*carry, *(self._stacked(stack, var.aval) for stack, var in made)]
+
+    def _stacked(self, rows: list[Value], aval: Any) -> Value:
+        if not rows:
+            return self.numbers.constant(np.zeros(aval.shape, aval.dtype))
+        return joined(lambda xs: np.stack(xs, 1), alike(rows))
 
     def _while(self, eqn: JaxprEqn, operands: list[Value], active: np.ndarray, path: Path) -> Run:
         """Each device runs the loop until its own condition is false."""
         cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        carry, number = operands[n_cond + n_body :], 0
-        running, domain = active, self.domain
+        carry, number, running = operands[n_cond + n_body :], 0, active
         while True:
             inside = (*path, (eqn, number))
-            now = [domain.on(v, running) for v in (*operands[:n_cond], *carry)]
+            now = (*operands[:n_cond], *carry)
             (again,) = yield from self.run(cond, now, running, inside)
-            running = running & domain.numbers(again, self.count).astype(bool)
+            running = running & np.broadcast_to(plain(again), (self.count,)).astype(bool)
             if not running.any():
                 return list(carry)
-            now = [domain.on(v, running) for v in (*operands[n_cond : n_cond + n_body], *carry)]
+            now = (*operands[n_cond : n_cond + n_body], *carry)
             results = yield from self.run(body, now, running, inside)
-            carry = [domain.merged(r, c, running) for r, c in zip(results, carry, strict=True)]
+            carry = [_merged(r, c, running) for r, c in zip(results, carry, strict=True)]
             number += 1
 
     def _cond(self, eqn: JaxprEqn, operands: list[Value], active: np.ndarray, path: Path) -> Run:
         index, *arguments = operands
         branches = eqn.params["branches"]
-        chosen = np.clip(self.domain.numbers(index, self.count).astype(int), 0, len(branches) - 1)
+        own = np.broadcast_to(plain(index), (self.count,)).astype(int)
+        own = np.clip(own, 0, len(branches) - 1)
         results: list[Any] = [None] * len(eqn.outvars)
-        for number in sorted(set(chosen[active].tolist())):
-            taken = active & (chosen == number)
-            args = [self.domain.on(v, taken) for v in arguments]
-            made = yield from self.run(branches[number], args, taken, (*path, (eqn, number)))
-            both = zip(made, results, strict=True)
-            results = [self.domain.merged(new, old, taken) for new, old in both]
+        for number in sorted(set(own[active].tolist())):
+            taken = active & (own == number)
+            made = yield from self.run(branches[number], arguments, taken, (*path, (eqn, number)))
+            results = [_merged(new, old, taken) for new, old in zip(made, results, strict=True)]
         return results
+
+
+def _merged(new: Value, old: Value | None, devices: np.ndarray) -> Value:
+    """The new value on some devices, the old one on the others."""
+    return new if old is None or devices.all() else chosen(devices, new, old)
+
+
+def ended(run: Run) -> list[Value]:
+    """The results of a run, after all of its events."""
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            return list(end.value)

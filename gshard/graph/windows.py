@@ -54,7 +54,14 @@ def _size(
 
 
 def _rows(
-    x: jax.Array, dim: int, low: int, dilation: int, start: int, count: int, step: int
+    x: jax.Array,
+    dim: int,
+    low: int,
+    dilation: int,
+    start: int,
+    count: int,
+    step: int,
+    fill: float = 0,
 ) -> jax.Array:
     """`count` rows of `x`, padded by `low` and dilated, from `start` on, `step` apart.
 
@@ -65,7 +72,7 @@ def _rows(
     stretched = (x.shape[dim] - 1) * dilation + 1
     around = (low - start, start + reach - low - stretched, dilation - 1)
     pads = [around if d == dim else (0, 0, 0) for d in range(x.ndim)]
-    x = lax.pad(x, jnp.zeros((), x.dtype), pads)
+    x = lax.pad(x, jnp.asarray(fill, x.dtype), pads)
     return lax.slice_in_dim(x, 0, reach, step, dim) if step > 1 else x
 
 
@@ -132,23 +139,27 @@ def _product(x: jax.Array, kernel: jax.Array, whole: Sequence[bool], dtype: Any)
     return lax.dot_general(x, kernel, numbers, preferred_element_type=dtype)
 
 
-def window_sum(params: dict[str, Any], x: jax.Array) -> jax.Array:
-    """The sum over each window, one element after the other."""
-    window = params["window_dimensions"]
-    strides, dilations = params["window_strides"], params["window_dilation"]
-    around = (params["padding"], params["base_dilation"], dilations, strides)
-    sizes = list(map(_size, x.shape, window, *around))
+def window_places(params: dict[str, Any], x: jax.Array, fill: float = 0) -> list[jax.Array]:
+    """The elements at each place of all windows, one place after the other."""
+    window, count = params["window_dimensions"], x.ndim
+    strides = params["window_strides"]
+    base, dilations = (params.get(f"{k}_dilation") or (1,) * count for k in ("base", "window"))
+    sizes = list(map(_size, x.shape, window, params["padding"], base, dilations, strides))
     if 0 in sizes:
-        return jnp.zeros(sizes, x.dtype)
+        return [jnp.full(sizes, fill, x.dtype)]
     parts = []
     for at in itertools.product(*map(range, window)):
         part = x
         for dim, turn in enumerate(at):
-            low, base = params["padding"][dim][0], params["base_dilation"][dim]
-            start = turn * dilations[dim]
-            part = _rows(part, dim, low, base, start, sizes[dim], strides[dim])
+            low, start = params["padding"][dim][0], turn * dilations[dim]
+            part = _rows(part, dim, low, base[dim], start, sizes[dim], strides[dim], fill)
         parts.append(part)
-    return functools.reduce(lax.add, parts)
+    return parts
+
+
+def window_sum(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    """The sum over each window, one element after the other."""
+    return functools.reduce(lax.add, window_places(params, x))
 
 
 def fourier(params: dict[str, Any], x: jax.Array) -> jax.Array:

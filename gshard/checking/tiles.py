@@ -1,4 +1,4 @@
-"""Arrays and the tiles of all devices: one into the other, and compared."""
+"""Arrays and the tiles of all devices: one into the other."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from typing import Any
 
 import numpy as np
 
-from gshard.checking.exact.number import Exact, Value, chosen, joined, moved, plain, poison, spread
+from gshard.checking.exact.number import Value, at, chosen, joined, moved, plain, poison, spread
 from gshard.checking.exact.sums import summed_in
 from gshard.moving.partial import reducing_groups
+from gshard.tensors.keys import is_key
 from gshard.tensors.sharding import Sharding
+from gshard.tensors.uneven import UnevenArray
+
+Place = tuple[slice, ...]  # where in the whole array a tile belongs
+
+
+def logical(value: Any) -> Any:
+    """An argument as one array on the host, whatever devices hold it; keys stay keys."""
+    if isinstance(value, UnevenArray):
+        value = value.logical()
+    return value if is_key(value) else np.asarray(value)
 
 
 class Tiling:
     """Where the tiles of an array of `shape` are."""
 
     def __init__(self, sharding: Sharding, shape: tuple[int, ...]):
-        self.sharding, self.shape = sharding, shape
-        self.is_split = any(sharding.splits)
+        self.sharding, self.shape, self.count = sharding, shape, sharding.num_devices
 
     @functools.cached_property
     def _rows(self) -> list[np.ndarray]:
@@ -43,56 +53,63 @@ class Tiling:
                 found = found & (split.coords >= 0).reshape(-1, *(1,) * len(self.shape))
         return found
 
-    @property
-    def _index(self) -> tuple[np.ndarray, ...]:
-        return tuple(np.minimum(r, n - 1) for r, n in zip(self._rows, self.shape, strict=True))
-
     def cut(self, value: Value) -> Value:
         """The tiles of all devices; their padding is poisoned."""
-        if not self.is_split:
+        if not any(self.sharding.splits):
             return value
         if 0 in self.shape:
-            local = self.sharding.local_shape(self.shape)
-            count, rest = self.sharding.num_devices, len(self.shape) + 1
-            return moved(lambda a: np.zeros((count, *local, *a.shape[rest:]), a.dtype), value)
-        tiles = moved(lambda a: a[0][self._index], value)
+            local, rest = self.sharding.local_shape(self.shape), len(self.shape) + 1
+            return moved(lambda a: np.zeros((self.count, *local, *a.shape[rest:]), a.dtype), value)
+        index = tuple(np.minimum(r, n - 1) for r, n in zip(self._rows, self.shape, strict=True))
+        tiles = moved(lambda a: a[0][index], value)
         if self.real.all():
             return tiles
-        garbage = poison(plain(tiles).shape, plain(tiles).dtype)
-        if isinstance(tiles, (Exact, np.ndarray)):
-            return chosen(self.real, tiles, garbage)
-        return tiles
+        return chosen(self.real, tiles, poison(plain(tiles).shape, tiles))
 
     def assembled(self, tiles: Value) -> Value:
         """The array, of the first copy of every tile."""
-        first = np.unique(self.sharding.tile_index, return_index=True)[1]
-        first = first[self.sharding.tile_index[first] >= 0]
-        tiles = moved(lambda a: a[first], spread(tiles, self.sharding.num_devices))
-        own = [r if len(r) == 1 else r[first] for r in self._rows]
-        real = self.real if len(self.real) == 1 else self.real[first]
-        full = np.broadcast_shapes(real.shape, (len(first), *(1,) * len(self.shape)))
-        local = tuple(r.shape[1 + d] for d, r in enumerate(own))
-        real = np.broadcast_to(real, (full[0], *local))
+        tiles, devices = self.reduced(tiles)
+        index = self.sharding.tile_index[devices]
+        first = np.unique(index, return_index=True)[1]
+        first = first[index[first] >= 0]
+        tiles = at(spread(tiles, len(devices)), first)
+        own = [r if len(r) == 1 else r[devices[first]] for r in self._rows]
+        real = self.real if len(self.real) == 1 else self.real[devices[first]]
+        real = np.broadcast_to(real, (len(first), *(r.shape[1 + d] for d, r in enumerate(own))))
         index = tuple(np.broadcast_to(r, real.shape)[real] for r in own)
 
         def put(one: Any) -> np.ndarray:
             (a,) = one
             out = np.zeros((1, *self.shape, *a.shape[1 + len(self.shape) :]), a.dtype)
-            out[(0, *index)] = a[real]
+            out[(np.zeros(np.count_nonzero(real), int), *index)] = a[real]
             return out
 
         return joined(put, [tiles])
 
     def reduced(self, tiles: Value) -> tuple[Value, np.ndarray]:
         """What devices have of a partial sum, added up, and the devices that have it."""
-        count = self.sharding.num_devices
         if not self.sharding.unreduced:
-            return tiles, np.arange(count)
+            return tiles, np.arange(self.count)
         groups = reducing_groups(self.sharding)
-        return summed_in(groups, spread(tiles, count)), np.asarray([group[0] for group in groups])
+        summands = spread(tiles, self.count)
+        return summed_in(groups, summands), np.asarray([group[0] for group in groups])
 
     def position(self, device: int, at: tuple[int, ...]) -> tuple[int, ...]:
         """The index in the array of an element of a device's tile."""
         inside = zip(self._rows, at, strict=False)
         rows = [r.reshape(len(r), -1)[device if len(r) > 1 else 0, n] for r, n in inside]
-        return tuple(map(int, rows)) + tuple(map(int, at[len(rows) :]))
+        return tuple(map(int, rows))
+
+    def place(self, device: int) -> Place | None:
+        """Where a device's tile belongs; None for a device that holds nothing."""
+        if any(split.coords[device] < 0 for split in self.sharding.splits if split):
+            return None
+        ends = [r.reshape(len(r), -1)[device if len(r) > 1 else 0] for r in self._rows]
+        pairs = zip(ends, self.shape, strict=True)
+        starts = [(min(int(r[0]), n) if len(r) else 0, len(r), n) for r, n in pairs]
+        return tuple(slice(start, min(start + size, n)) for start, size, n in starts)
+
+
+def real(tile: np.ndarray, place: Place) -> np.ndarray:
+    """A tile without its padding."""
+    return tile[tuple(slice(0, s.stop - s.start) for s in place)]

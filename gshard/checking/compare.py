@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.checking.exact import field
-from gshard.checking.exact.number import Bits, Exact, Value, at, is_float, plain, spread
-from gshard.checking.exact.other import UNKNOWN
+from gshard.checking.exact.number import UNKNOWN, Exact, Value, at, beside, is_float, plain, spread
 from gshard.checking.exact.pointwise import bits_of
-from gshard.checking.exact.tiles import Tiling
+from gshard.checking.tiles import Tiling
 
 _ROUNDING = 4096  # units in the last place by which floats alone are compared
 
@@ -33,51 +32,39 @@ class Gap:
 
 def gap_between(got: Value, wanted: Value, tiling: Tiling, active: Any, dtype: Any) -> Gap:
     """What the active devices have, beside the tiles of what it should be."""
-    manual, count = tiling.sharding.manual, tiling.sharding.num_devices
+    manual, count = tiling.sharding.manual, tiling.count
     here, devices = (got, np.arange(count)) if manual else tiling.reduced(got)
     there = wanted if manual else tiling.cut(wanted)
-    whole = plain(here)
-    real = np.ones((1,) * whole.ndim, bool)
-    if not manual:
-        real = tiling.real.reshape(*tiling.real.shape, *(1,) * (whole.ndim - tiling.real.ndim))
-    alone = len(plain(here)) == 1 and len(plain(there)) == 1 and len(real) == 1
+    real = np.ones((1,), bool) if manual else tiling.real
+    alone = len(plain(here)) == len(plain(there)) == len(real) == 1
     if not alone:
-        here, there = spread(here, len(devices)), spread(there, count)
-        real = np.broadcast_to(real, (count, *real.shape[1:]))[devices]
-        on = np.broadcast_to(active, (count,))[devices]
-        real = real & on.reshape(-1, *(1,) * (real.ndim - 1))
-    if not alone and len(devices) < count:
-        there = at(there, devices)
-    exact = isinstance(here, Exact)
-    bad: Any
-    narrower, proved, degree, needed = False, True, 1.0, 0
-    if exact:
+        on = np.broadcast_to(active, (count,)).reshape(-1, *(1,) * (real.ndim - 1))
+        real = (real & on)[devices]
+        if len(plain(there)) > 1 and len(devices) < count:
+            there = at(there, devices)
+    proved, degree, why = True, 1.0, ""
+    if isinstance(here, Exact) and isinstance(there, Exact):
         proved = UNKNOWN not in (here.sum_bits, there.sum_bits)
-        needed = min(there.sum_bits, bits_of(dtype))  # a reduction may come after the operator
-        narrower = proved and here.sum_bits < needed
         degree = max(here.degree, there.degree)
-    if exact and not proved:
-        bad = _apart(here.f, there.f, dtype)
+        needed = min(there.sum_bits, bits_of(dtype)) if is_float(dtype) else 0
+        if proved and here.sum_bits < needed:  # a reduction may come after the operator
+            why = f"summed in {here.sum_bits} bits instead of {needed}"
+        bad = np.not_equal(here.r, there.r) if proved else _apart(here.f, there.f, dtype)
     else:
-        bad = np.not_equal(_residues(here), _residues(there))
-    bad = (bad | narrower) & real
-    if bad.ndim > whole.ndim:  # of keys, and of floats that share an integer
-        bad = bad.any(tuple(range(whole.ndim, bad.ndim)))
-    elements = int(np.count_nonzero(bad))
+        bad = np.not_equal(plain(here), plain(there))
+    if not why and not bad.any():
+        return Gap(proved=proved, degree=degree)
+    bad = np.broadcast_to((bad | bool(why)) & beside(real, bad), (len(devices), *bad.shape[1:]))
+    rank = 1 + len(tiling.shape) if not manual else bad.ndim
+    bad = bad.any(tuple(range(rank, bad.ndim)))  # of keys, and of floats that share an integer
+    elements = int(np.count_nonzero(bad)) // (len(devices) if alone else 1)
     if not elements:
         return Gap(proved=proved, degree=degree)
     place = tuple(int(n) for n in np.argwhere(bad)[0])
-    device = 0 if alone else int(devices[place[0]])
+    device = int(devices[place[0]])
     index = place[1:] if manual else tiling.position(device, place[1:])
-    why = f"summed in {here.sum_bits} bits instead of {needed}" if narrower else ""
-    values = plain(here)[place], plain(there)[place]
-    return Gap(elements, device, index, *values, why, proved, degree)
-
-
-def _residues(value: Value) -> np.ndarray:
-    if isinstance(value, Bits):
-        return value.tag.r
-    return value.r if isinstance(value, Exact) else plain(value)
+    values = [plain(x)[(place[0] if len(plain(x)) > 1 else 0, *place[1:])] for x in (here, there)]
+    return Gap(elements, device, index, values[0], values[1], why, proved, degree)
 
 
 def _apart(got: np.ndarray, wanted: np.ndarray, dtype: Any) -> np.ndarray:
@@ -91,7 +78,7 @@ def _apart(got: np.ndarray, wanted: np.ndarray, dtype: Any) -> np.ndarray:
 
 def adopted(got: Exact, wanted: Exact, tiling: Tiling) -> Exact:
     """A value that is right within rounding, taken to be what it should be."""
-    count, manual = tiling.sharding.num_devices, tiling.sharding.manual
+    count, manual = tiling.count, tiling.sharding.manual
     r = spread(wanted if manual else tiling.cut(wanted), count).r
     if tiling.sharding.unreduced and not manual:
         own, (total, first) = np.array(spread(got, count).r), tiling.reduced(got)

@@ -1,0 +1,103 @@
+"""Operators that are written out: as programs of operators that the field has, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from gshard._jax import ragged_dot_dense, without_mesh
+from gshard.checking.exact.sums import limit
+from gshard.checking.on_host import signature
+from gshard.graph.windows import convolution, window_places, window_sum
+
+Params = dict[str, Any]
+Operator = Callable[..., Any]
+
+
+def _pooled(reduce: Operator, sign: int) -> Operator:
+    def pooled(q: Params, x: jax.Array) -> jax.Array:
+        return reduce(jnp.stack(window_places(q, x, limit(sign)(x.dtype))), 0)
+
+    return pooled
+
+
+def _best(q: Params, x: jax.Array) -> jax.Array:
+    """For each window, the number of its first largest or smallest element among all of `x`."""
+    largest = q["select_prim"].name in ("ge", "gt")
+    places = jnp.stack(window_places(q, x, -jnp.inf if largest else jnp.inf))
+    numbers = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
+    among = jnp.stack(window_places(q, numbers, -1))
+    first = (jnp.argmax if largest else jnp.argmin)(places, 0)
+    return jnp.take_along_axis(among, first[None], 0)[0]
+
+
+def _select_and_scatter_add(q: Params, source: jax.Array, x: jax.Array) -> jax.Array:
+    """The gradient of pooling: cotangents go where the largest element was."""
+    zeros = jnp.zeros(x.size, source.dtype)
+    return zeros.at[_best(q, x).ravel()].add(source.ravel()).reshape(x.shape)
+
+
+def _select_and_gather_add(q: Params, tangents: jax.Array, x: jax.Array) -> jax.Array:
+    return tangents.ravel()[_best(q, x)]
+
+
+def _cumulative(combine: Operator) -> Operator:
+    return lambda q, x: lax.associative_scan(combine, x, reverse=q["reverse"], axis=q["axis"])
+
+
+def _split(q: Params, x: jax.Array) -> list[jax.Array]:
+    ends = [sum(q["sizes"][: n + 1]) for n in range(len(q["sizes"]))]
+    pairs = zip(ends, q["sizes"], strict=True)
+    return [lax.slice_in_dim(x, end - size, end, axis=q["axis"]) for end, size in pairs]
+
+
+def _unstack(q: Params, x: jax.Array) -> list[jax.Array]:
+    axis = q["axis"]
+    return [lax.index_in_dim(x, n, axis, keepdims=False) for n in range(x.shape[axis])]
+
+
+def _tile(q: Params, x: jax.Array) -> jax.Array:
+    for dim, times in enumerate(q["reps"]):
+        x = lax.concatenate([x] * times, dim) if times else lax.slice_in_dim(x, 0, 0, axis=dim)
+    return x
+
+
+MEANINGS: dict[str, Operator] = {
+    "conv_general_dilated": convolution,
+    "reduce_window_sum": window_sum,
+    "reduce_window_max": _pooled(jnp.max, -1),
+    "reduce_window_min": _pooled(jnp.min, 1),
+    "select_and_scatter_add": _select_and_scatter_add,
+    "select_and_gather_add": _select_and_gather_add,
+    "ragged_dot_general": lambda q, *xs: ragged_dot_dense(*xs, **q),
+    "cumprod": _cumulative(lax.mul),
+    "cummax": _cumulative(lax.max),
+    "cummin": _cumulative(lax.min),
+    "cumlogsumexp": lambda q, x: lax.log(lax.cumsum(lax.exp(x), q["axis"], q["reverse"])),
+    "expm1": lambda q, x: lax.sub(lax.exp(x), jnp.ones_like(x)),
+    "log1p": lambda q, x: lax.log(lax.add(x, jnp.ones_like(x))),
+    "split": _split,
+    "stack": lambda q, *xs: lax.concatenate([lax.expand_dims(x, [q["axis"]]) for x in xs],
+                                            q["axis"]),
+    "unstack": _unstack,
+    "tile": _tile,
+}  # fmt: skip
+_written: dict[Hashable, ClosedJaxpr] = {}
+
+
+def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The program that an equation stands for; None for operators that the field has."""
+    meaning = MEANINGS.get(eqn.primitive.name)
+    if meaning is None:
+        return None
+    key = signature(eqn)
+    if key not in _written:
+        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+        with eqn.ctx.manager, without_mesh():
+            _written[key] = jax.make_jaxpr(lambda *xs: meaning(eqn.params, *xs))(*types)
+    return _written[key]

@@ -1,0 +1,90 @@
+"""JAX's own operators on one CPU device, for each device in turn: floats as devices have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from gshard._jax import prng_impl, without_mesh
+from gshard.graph.caching import cached
+from gshard.graph.evaluate import bind
+from gshard.tensors.devices import lookup_p
+from gshard.tensors.keys import is_key, is_key_type
+
+KEPT = 400  # compiled operators: XLA needs 1.4 MB for each, and a training step has thousands
+
+
+class OnHost:
+    """Runs equations on the host; equal operators and types share their compiled function."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}  # the last one was used last
+
+    def __call__(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        """The results of an equation."""
+        # An argument on a mesh of explicit axes leaves it in the context; here is one device.
+        with eqn.ctx.manager, without_mesh(), jax.default_device(host()):
+            if eqn.effects:
+                try:
+                    return bind(eqn, values)
+                except NotImplementedError:  # JAX runs this primitive in compiled programs alone
+                    pass
+            return self._function(eqn)(*values)
+
+    def on_each(
+        self, eqn: JaxprEqn, operands: Sequence[np.ndarray], active: np.ndarray
+    ) -> list[np.ndarray]:
+        """The results of an equation on the active devices; once if all have the same operands."""
+        if eqn.primitive is lookup_p:
+            return [eqn.params["table"].rows[operands[0]]]
+        count = max(map(len, operands), default=1)
+        count = len(active) if eqn.effects else count
+        rows: list[Any] = [None] * count
+        for device in range(count):
+            if count == 1 or active[device]:
+                own = [x[device if len(x) > 1 else 0] for x in operands]
+                given = [_typed(x, a.aval.dtype) for x, a in zip(own, eqn.invars, strict=True)]
+                rows[device] = [_integers(x) for x in self(eqn, given)]
+        some = next(row for row in rows if row is not None)
+        rows = [[np.zeros_like(x) for x in some] if row is None else row for row in rows]
+        return [np.stack(column) for column in zip(*rows, strict=True)]
+
+    def _function(self, eqn: JaxprEqn) -> Callable[..., Any]:
+        key = signature(eqn)
+        found = self._compiled.pop(key, None)
+        if found is None:
+            found = jax.jit(lambda *xs: list(bind(eqn, xs)))
+        self._compiled[key] = found
+        if len(self._compiled) > KEPT:
+            del self._compiled[next(iter(self._compiled))]
+        return found
+
+
+def _typed(array: np.ndarray, dtype: Any) -> Any:
+    if is_key_type(dtype):
+        return jax.random.wrap_key_data(array, impl=prng_impl(dtype).name)
+    return array.astype(dtype)
+
+
+def _integers(value: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(value) if is_key(value) else value)
+
+
+def signature(eqn: JaxprEqn) -> Hashable:
+    """What equations have in common that compute the same; the equation if that is not known."""
+    key = (eqn.primitive, tuple(eqn.params.items()), tuple(a.aval for a in eqn.invars))
+    try:
+        hash(key)
+    except TypeError:
+        return eqn
+    return key
+
+
+@cached
+def host() -> jax.Device:
+    """The device that local work is done on."""
+    return jax.local_devices(backend="cpu")[0]
