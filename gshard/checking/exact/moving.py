@@ -261,7 +261,7 @@ def _scatter(eqn: JaxprEqn, a: Value, indices: np.ndarray, updates: Value) -> Va
 
 
 def _written(flat: Value, where: np.ndarray, new: Value) -> Value:
-    """Of several updates of an element, the last."""
+    """The last of several updates of an element stays."""
 
     def put(both: Sequence[np.ndarray]) -> np.ndarray:
         out = np.array(both[0])
