@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from gshard.mt.run import Run
     from gshard.nn.transformer import Transformer
 
-_SCORES = ("bleu", "spbleu", "chrf", "copy_bleu", "untrained_bleu")
+_SCORES = ("bleu", "spbleu", "chrf", "copy_bleu", "nearest_bleu", "untrained_bleu")
 
 
 _Sentences = Annotated[int, typer.Option(help="sentences of each language, at most; 0 means all")]
@@ -232,7 +232,7 @@ def comparable(
 
 def _heads(result: Mapping[str, Any]) -> list[str]:
     """The titles of the available scores."""
-    titles = ("BLEU", "spBLEU", "chrF++", "copy", "untrained")
+    titles = ("BLEU", "spBLEU", "chrF++", "copy", "nearest", "untrained")
     return [title for key, title in zip(_SCORES, titles, strict=True) if _has(result, key)]
 
 

@@ -1,8 +1,9 @@
 """Measure a trained model on held-out text: the numbers of section 4, with their controls.
 
-Three systems translate the same sentences: the model, one that copies the source, and, on
-request, the model before training. Copying shows how much of a score is names, numbers and markup;
-fresh weights show that the test can fail.
+Four systems translate the same sentences: the model, one that copies the source, one that copies
+the translation of the most similar training sentence, and, on request, the model before training.
+Copying shows how much of a score is names, numbers and markup, or near duplicates of the training
+text; fresh weights show that the test can fail.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from gshard.mt import atomic
 from gshard.mt.data.splits import fingerprint
 from gshard.mt.errors import UserError
+from gshard.mt.evaluation import copier
 from gshard.mt.evaluation.scores import (
     FEW,
     Scores,
@@ -40,6 +42,7 @@ from gshard.mt.evaluation.store import (
 from gshard.mt.progress import Progress, Silent
 
 if TYPE_CHECKING:
+    from gshard.mt.data.corpus import Corpus
     from gshard.mt.decoding.texts import TranslateConfig
     from gshard.mt.run import Run
     from gshard.nn.transformer import Transformer
@@ -128,6 +131,7 @@ def evaluate(
         measured[name] = {
             "group": groups[held.task.foreign],
             **task_scores(held, found[name], fresh.get(name), rounded.get(name)),
+            **_of_training(run.corpus, held),
         }
         step(name)
     loads = loads_of(store.folder, system, sets, progress)
@@ -190,6 +194,13 @@ def task_scores(
 def _copied(held: HeldOut) -> Scores:
     """The scores of copying the source, the same for all systems that are measured in a row."""
     return score(held.sources, held.references, held.task.target)
+
+
+def _of_training(corpus: Corpus, held: HeldOut) -> dict[str, float]:
+    """The scores of copying the translations of the most similar training sentences."""
+    copied = copier.from_training(corpus, held.task, held.sources)
+    scores = score(copied, held.references, held.task.target)
+    return {"nearest_bleu": scores.bleu, "nearest_chrf": scores.chrf}
 
 
 def signatures(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

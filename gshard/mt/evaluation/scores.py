@@ -33,8 +33,8 @@ SPBLEU_MODEL = Path(SACREBLEU_DIR, "models", Path(SPM_MODELS[_PIECES]["url"]).na
 # In the averages of tasks; a key that a task lacks is left out of them.
 _AVERAGED = (
     *("bleu", "spbleu", "chrf"),
-    *(f"{system}_bleu" for system in ("copy", "untrained", "rounded")),
-    *(f"{system}_chrf" for system in ("copy", "untrained", "rounded")),
+    *(f"{system}_bleu" for system in ("copy", "nearest", "untrained", "rounded")),
+    *(f"{system}_chrf" for system in ("copy", "nearest", "untrained", "rounded")),
 )
 
 

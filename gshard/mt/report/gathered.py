@@ -21,7 +21,7 @@ FILES = ("config.json", "metrics.jsonl", "evaluation.json", "baselines.json")
 VERSION = 1  # of evaluation.json and baselines.json
 GROUPS = ("high", "mid", "low")
 SIDES = ("encoder", "decoder")
-_SCORES = ("bleu", "chrf", "copy_bleu", "copy_chrf", "untrained_bleu")
+_SCORES = ("bleu", "chrf", "copy_bleu", "copy_chrf", "nearest_bleu", "untrained_bleu")
 _FIGURES = ("sentences", "train_pairs", *_SCORES)  # of a direction
 
 Record = dict[str, float]
@@ -41,6 +41,7 @@ class Direction:
     chrf: float | None = None
     copy_bleu: float | None = None
     copy_chrf: float | None = None
+    nearest_bleu: float | None = None
     untrained_bleu: float | None = None
     few: bool = False  # so few sentences that the evaluation's averages leave it out
 

@@ -12,9 +12,11 @@ import sacrebleu
 from gshard import cli
 from gshard.commands.evaluate import average_table, comparable, notes, task_table
 from gshard.mt.batching.batches import BatchConfig
+from gshard.mt.batching.tokenizer import Task
 from gshard.mt.batching.tokens import in_memory
 from gshard.mt.config import DataConfig, RunConfig
 from gshard.mt.errors import UserError
+from gshard.mt.evaluation.copier import from_training
 from gshard.mt.evaluation.evaluate import EvaluateConfig, System, evaluate, examples
 from gshard.mt.evaluation.store import Store, Translation, held_out, tasks_of
 from gshard.mt.evaluation.systems import batches_of, expert_loads
@@ -99,6 +101,8 @@ def test_the_scores_in_the_file_are_those_of_the_sentences(run, corpus):
     said = [text[::2] for text in foreign]
     assert found["bleu"] == sacrebleu.corpus_bleu(said, [english]).score
     assert found["copy_bleu"] == sacrebleu.corpus_bleu(foreign, [english]).score
+    nearest = from_training(corpus, Task("ru", "en"), foreign)
+    assert found["nearest_bleu"] == sacrebleu.corpus_bleu(nearest, [english]).score
     the = ["the"] * len(english)
     assert found["untrained_bleu"] == sacrebleu.corpus_bleu(the, [english]).score
     assert found["train_pairs"] == corpus.count("ru")
