@@ -8,18 +8,20 @@ like any other one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
+from gshard.contrib.torch.arrays import Operator
 from gshard.contrib.torch.exported import ExportedGraph, as_jax, export_module
-from gshard.contrib.torch.pointwise import Operator
-from gshard.contrib.torch.trees import flat, for_jax, unflat
 
 _OWN = ("key", "buffers")
+_flat, _unflat = pytree.tree_flatten, pytree.tree_unflatten  # in torch's trees, None is a leaf
 
 
 def from_torch(
@@ -71,9 +73,7 @@ def from_torch(
         raise ValueError(f"{taken[0]}= is a keyword of the function: give the module's by position")
     named = dict(module.named_parameters(remove_duplicate=False))
     if any(p.device.type == "meta" for p in named.values()):
-        leaves, structure = flat((args, kwargs))
-        moved = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in leaves]
-        args, kwargs = unflat(moved, structure)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, kwargs))
     program = export_module(module, args, kwargs)
     first: dict[int, str] = {}
     same = {name: first.setdefault(id(parameter), name) for name, parameter in named.items()}
@@ -92,53 +92,36 @@ class TorchFunction:
     mode.
     """
 
-    def __init__(
-        self, program: Any, same: dict[str, str], inputs: Any, lowerings: Any, module: Any
-    ):
+    def __init__(self, program: Any, same: Any, inputs: Any, lowerings: Any, module: Any):
         self.__name__ = type(module).__name__
         self._graph = ExportedGraph(program.graph_module, lowerings, self.__name__)
-        self._signature, self._same = program.graph_signature, same
-        self._inputs, self._spec = flat(inputs)
+        signature, self._same = program.graph_signature, same
+        self._reads = [(spec.kind.name, spec.target) for spec in signature.input_specs]
+        self._writes = [(spec.kind.name, spec.target) for spec in signature.output_specs]
+        self._inputs, self._spec = _flat(inputs)
         self._names = list(inputs[1])
-        self._result = for_jax(program.call_spec.out_spec)
+        self._result = _for_jax(program.call_spec.out_spec)
         values = {**dict(module.named_buffers(remove_duplicate=False)), **program.constants}
-        kept = self._signature.buffers
-        self.buffers: dict[str, Any] = {name: as_jax(values[name]) for name in kept}
-        self._constants = {
-            name: as_jax(x) for name, x in values.items() if isinstance(x, torch.Tensor)
-        }
+        tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
+        self._constants = {name: as_jax(x) for name, x in tensors.items()}
+        self.buffers: dict[str, Any] = {name: self._constants[name] for name in signature.buffers}
 
     def __call__(
-        self,
-        params: Mapping[str, Any],
-        *args: Any,
-        key: Any = None,
-        buffers: Any = None,
+        self, params: Mapping[str, Any], *args: Any, key: Any = None, buffers: Any = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """The module's result; with `buffers`, also the buffers after the call."""
         given = iter(self._checked(args, kwargs))
         state = {**self._constants, **(self.buffers if buffers is None else buffers)}
-        inputs = []
-        for spec in self._signature.input_specs:
-            name = spec.target
-            if spec.kind.name == "USER_INPUT":
-                inputs.append(next(given))
-            elif spec.kind.name == "PARAMETER":
-                inputs.append(self._parameter(params, name))
-            else:
-                inputs.append(_with_values(state[name]))
-        outputs = self._graph(inputs, key)
-        specs = self._signature.output_specs
-        results = [x for x, s in zip(outputs, specs, strict=True) if s.kind.name == "USER_OUTPUT"]
-        result = unflat(results, self._result)
+        read = {"USER_INPUT": lambda _: next(given), "PARAMETER": partial(self._parameter, params)}
+        held = lambda name: _with_values(state[name])  # noqa: E731
+        inputs = [read.get(kind, held)(name) for kind, name in self._reads]
+        outputs = [*zip(self._graph(inputs, key), self._writes, strict=True)]
+        results = [x for x, (kind, _) in outputs if kind == "USER_OUTPUT"]
+        result = _unflat(results, self._result)
         if buffers is None:
             return result
-        changed = {
-            s.target: x
-            for x, s in zip(outputs, specs, strict=True)
-            if s.kind.name == "BUFFER_MUTATION"
-        }
+        changed = {name: x for x, (kind, name) in outputs if kind == "BUFFER_MUTATION"}
         return result, {name: changed.get(name, value) for name, value in buffers.items()}
 
     def _parameter(self, params: Mapping[str, Any], name: str) -> Any:
@@ -152,22 +135,20 @@ class TorchFunction:
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The inputs in order, if they are as in the export."""
         ordered = {name: kwargs[name] for name in self._names if name in kwargs}
-        leaves, spec = flat((args, {**ordered, **kwargs}))
+        leaves, spec = _flat((args, {**ordered, **kwargs}))
         if spec != self._spec:
             raise ValueError(
                 f"{self.__name__} was exported for inputs {self._spec}, and is given {spec}"
             )
-        for given, example in zip(leaves, self._inputs, strict=True):
+        pairs = [*zip(leaves, self._inputs, strict=True)]
+        for given, example in pairs:
             shape = getattr(example, "shape", None)
             if shape is not None and tuple(np.shape(given)) != tuple(shape):
                 raise ValueError(
                     f"{self.__name__} was exported for an input of shape {tuple(shape)}, and is "
                     f"given one of shape {np.shape(given)}: export it with that shape"
                 )
-        return [
-            x if isinstance(e, torch.Tensor) else e
-            for x, e in zip(leaves, self._inputs, strict=True)
-        ]
+        return [x if isinstance(example, torch.Tensor) else example for x, example in pairs]
 
     def __repr__(self) -> str:
         return f"<gshard.contrib.torch: {self.__name__} of {len(self._inputs)} inputs>"
@@ -177,5 +158,31 @@ def _with_values(array: Any) -> Any:
     """An array, or NaN in the place of one that has no values."""
     if not isinstance(array, jax.ShapeDtypeStruct):
         return array
-    kinds = {"f": jnp.nan, "c": jnp.nan, "i": -1}
-    return jnp.full(array.shape, kinds.get(np.dtype(array.dtype).kind, jnp.nan), array.dtype)
+    whole = jnp.issubdtype(array.dtype, jnp.integer)
+    return jnp.full(array.shape, -1 if whole else jnp.nan, array.dtype)
+
+
+class _Structure:
+    """The structure of a tree of torch, to be compared and kept in JAX's caches."""
+
+    def __init__(self, spec: Any):
+        self.spec, self.text = spec, repr(spec)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+def _for_jax(spec: Any) -> Any:
+    """`spec`, whose own types, such as Hugging Face's outputs, are made known to JAX."""
+    if spec.type is not None and jax.tree_util.all_leaves([_unflat([0] * spec.num_leaves, spec)]):
+        jax.tree_util.register_pytree_node(
+            spec.type,
+            lambda tree: (_flat(tree)[0], _Structure(_flat(tree)[1])),
+            lambda structure, leaves: _unflat(list(leaves), structure.spec),
+        )
+    for child in spec.children():
+        _for_jax(child)
+    return spec

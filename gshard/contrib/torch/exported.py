@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import operator
 import re
@@ -20,37 +21,27 @@ import numpy as np
 import torch
 from torch._decomp import get_decompositions
 
-from gshard.contrib.torch.arrays import INDEXING, SHAPES
+from gshard.contrib.torch.arrays import INDEXING, POINTWISE, REDUCTIONS, SHAPES, Operator
 from gshard.contrib.torch.layers import LAYERS, RANDOM
-from gshard.contrib.torch.pointwise import POINTWISE, REDUCTIONS, Operator
 from gshard.graph.source import MODULE
 
-OPERATORS: dict[str, Operator] = {
-    **POINTWISE, **REDUCTIONS, **SHAPES, **INDEXING, **LAYERS, **RANDOM,
-}  # fmt: skip
+OPERATORS = POINTWISE | REDUCTIONS | SHAPES | INDEXING | LAYERS | RANDOM
 
 # Kept as they are where torch would decompose them: see `layers.py`. `detach` would be lost.
-_KEPT = (
-    "linear",
-    "matmul",
-    "einsum",
-    "scaled_dot_product_attention",
-    "detach",
-    "lstm",
-    "gru",
-    "silu",
-)
+_KEPT = "linear matmul einsum scaled_dot_product_attention detach lstm gru silu"
 # Decomposed by torch although they are core operators.
 _DECOMPOSED = (
     "_adaptive_avg_pool2d _native_batch_norm_legit _native_batch_norm_legit_functional "
-    "_native_batch_norm_legit_no_training bucketize elu hardtanh leaky_relu linalg_vector_norm "
-    "upsample_bilinear2d upsample_nearest2d"
+    "_native_batch_norm_legit_no_training addmm bucketize elu hardtanh index_select "
+    "leaky_relu linalg_vector_norm upsample_bilinear2d upsample_nearest2d"
 )
 _NOTHING = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
 # Arguments without a meaning for JAX, which has one layout and one device.
 _DROPPED = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "generator")
 
-_TORCH = str(Path(torch.__file__).parent)
+# Files of no model, and types of its modules that are torch's own.
+_INTERNAL = (str(Path(torch.__file__).parent), __file__, "<")
+_TORCH_TYPES = ("torch.", "<class 'torch.")
 
 
 def export_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,19 +73,15 @@ def _quiet() -> Iterator[None]:
 
 def _line_of(error: BaseException) -> str:
     """Where the model's code was when the export failed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not _is_internal(f.filename)]
-    return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
-
-
-def _is_internal(path: str) -> bool:
-    return path.startswith((_TORCH, "<")) or path == __file__
+    places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    own = [f" (at {path}:{line})" for path, line in places if not path.startswith(_INTERNAL)]
+    return ["", *own][-1]
 
 
 def _decompositions() -> Any:
     table = torch.export.default_decompositions()
     table.update(get_decompositions([getattr(torch.ops.aten, n) for n in _DECOMPOSED.split()]))
-    for name in _KEPT:
+    for name in _KEPT.split():
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
             table.pop(getattr(packet, overload), None)
@@ -145,22 +132,15 @@ def place_of(node: Any) -> tuple[str, int, str]:
     module that has `down_proj`.
     """
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    lines = [(path, int(line)) for path, line in found if not _is_internal(path)]
+    lines = [(path, int(line)) for path, line in found if not path.startswith(_INTERNAL)]
     stack = (node.meta.get("nn_module_stack") or {}).values()
-    modules = [
-        path for path, kind in stack if not str(kind).startswith(("torch.", "<class 'torch."))
-    ]
-    path, line = lines[-1] if lines else ("unknown", 1)
-    return path, line, (modules or [""])[-1]
-
-
-def _call(function: Any, args: Any, kwargs: Any) -> Any:
-    return function(*args, **kwargs)
+    modules = ["", *(path for path, kind in stack if not str(kind).startswith(_TORCH_TYPES))]
+    return *(lines or [("unknown", 1)])[-1], modules[-1]
 
 
 def framed(path: str, line: int, module: str) -> Callable[..., Any]:
     """A call whose frame has this file and line, from which JAX takes an operation's source."""
-    code = _call.__code__
+    code: types.CodeType = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
     units = len(code.co_code) // 2
     # One line and no columns for all instructions: entries of kind 13 for up to 8 units each.
     table = b"".join(bytes((0x80 | 13 << 3 | min(8, units - n) - 1, 0)) for n in range(0, units, 8))
@@ -197,10 +177,27 @@ class ExportedGraph:
         return found, framed(path, line, module), draws, name
 
     def __call__(self, inputs: list[Any], key: Any) -> list[Any]:
-        """The outputs for these inputs, in the order of the graph."""
+        """The outputs for these inputs, in the order of the graph; `key` draws random numbers."""
         values: dict[Any, Any] = {}
-        given = iter(inputs)
-        random = _Keys(key)
+        given, drawn = iter(inputs), itertools.count(1)
+
+        def run(node: Any, function: Operator, call: Operator, draws: bool, name: str) -> Any:
+            def random() -> Any:
+                if key is None:
+                    raise ValueError(
+                        f"{'{}:{}, {}'.format(*place_of(node))}: {name} draws random numbers: call "
+                        "the function with key=jax.random.key(0), or export after module.eval()"
+                    )
+                return jax.random.fold_in(key, next(drawn))
+
+            def read(a: Any) -> Any:
+                own = values[a] if isinstance(a, torch.fx.Node) else a
+                return dtype_of(own) if isinstance(own, torch.dtype) else own
+
+            args, kwargs = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), read)
+            kept = {name: value for name, value in kwargs.items() if name not in _DROPPED}
+            return call(function, args, {**kept, "random": random} if draws else kept)
+
         for node, step in zip(self.nodes, self._steps, strict=True):
             if node.op == "placeholder":
                 values[node] = next(given)
@@ -209,43 +206,8 @@ class ExportedGraph:
             elif node.target is operator.getitem:
                 values[node] = values[node.args[0]][node.args[1]]
             elif step is not None:
-                values[node] = self._run(node, step, values, random)
+                values[node] = _cast(run(node, *step), node.meta.get("val"))
         raise AssertionError("a graph of torch ends with its output")
-
-    def _run(self, node: Any, step: Any, values: dict[Any, Any], random: _Keys) -> Any:
-        function, call, draws, _ = step
-        args, kwargs = torch.fx.node.map_aggregate(
-            (node.args, dict(node.kwargs)),
-            lambda a: values[a] if isinstance(a, torch.fx.Node) else _converted(a),
-        )
-        kwargs = {name: value for name, value in kwargs.items() if name not in _DROPPED}
-        if draws:
-            kwargs["random"] = random.at(node)
-        return _cast(call(function, args, kwargs), node.meta.get("val"))
-
-
-class _Keys:
-    """New keys for each operator that draws numbers."""
-
-    def __init__(self, key: Any):
-        self.key, self.count = key, 0
-
-    def at(self, node: Any) -> Callable[[], Any]:
-        def draw() -> Any:
-            if self.key is None:
-                path, line, module = place_of(node)
-                raise ValueError(
-                    f"{path}:{line}, {module}: {name_of(node)} draws random numbers: call the "
-                    "function with key=jax.random.key(0), or export after module.eval()"
-                )
-            self.count += 1
-            return jax.random.fold_in(self.key, self.count)
-
-        return draw
-
-
-def _converted(value: Any) -> Any:
-    return dtype_of(value) if isinstance(value, torch.dtype) else value
 
 
 def _cast(result: Any, expected: Any) -> Any:

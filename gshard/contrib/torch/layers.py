@@ -16,17 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.contrib.torch.pointwise import Operator
+from gshard.contrib.torch.arrays import Operator
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     y = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
     return y if bias is None else y + bias
-
-
-def _addmm(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    product = a @ b if alpha == 1 else alpha * (a @ b)
-    return product + (bias if beta == 1 else beta * bias)
 
 
 def _grouped_mm(x: Any, weight: Any, offs: Any, bias: Any = None, out_dtype: Any = None) -> Any:
@@ -37,27 +32,15 @@ def _grouped_mm(x: Any, weight: Any, offs: Any, bias: Any = None, out_dtype: Any
 
 
 def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    random: Any = None,
-) -> Any:
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: Any = None, enable_gqa: bool = False, *, random: Any = None,
+) -> Any:  # fmt: skip
     """Softmax of scores in 32 bits; a row that is masked everywhere gives zeros, as in torch."""
     if enable_gqa:
         key, value = (jnp.repeat(x, query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    shared = jnp.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
-    query, key, value = (jnp.broadcast_to(x, shared + x.shape[-2:]) for x in (query, key, value))
-    last, batch = query.ndim - 1, tuple(range(query.ndim - 2))
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    dims = (((last,), (last,)), (batch, batch))
-    scores = lax.dot_general(query * scale, key, dims, preferred_element_type=wide)
+    scores = jnp.einsum("...qd,...kd->...qk", query * scale, key, preferred_element_type=wide)
     if is_causal:
         rows, columns = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], d) for d in (0, 1))
         attn_mask = columns <= rows
@@ -68,8 +51,7 @@ def _attention(
         weights = jax.nn.softmax(scores if attn_mask is None else scores + attn_mask, -1)
     if dropout_p:
         weights = _dropout(weights, dropout_p, random=random)[0]
-    dims = (((last,), (last - 1,)), (batch, batch))
-    return lax.dot_general(weights.astype(value.dtype), value, dims)
+    return jnp.einsum("...qk,...kd->...qd", weights.astype(value.dtype), value)
 
 
 def _dropout(x: Any, p: float, train: bool | None = True, *, random: Any) -> Any:
@@ -81,16 +63,9 @@ def _dropout(x: Any, p: float, train: bool | None = True, *, random: Any) -> Any
 
 
 def _convolution(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-) -> Any:
+    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int,
+) -> Any:  # fmt: skip
     space = weight.ndim - 2
     stride, padding, dilation, extra = (
         list(v) * (space // len(v)) for v in (stride, padding, dilation, output_padding)
@@ -102,24 +77,15 @@ def _convolution(
         weight = jnp.flip(weight, tuple(range(2, weight.ndim)))
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         pads = [(r - p, r - p + e) for r, p, e in zip(reach, padding, extra, strict=True)]
-    y = lax.conv_general_dilated(
-        x,
-        weight,
-        window_strides=[1] * space if transposed else stride,
-        padding=pads,
-        lhs_dilation=stride if transposed else None,
-        rhs_dilation=dilation,
-        feature_group_count=groups,
-    )
+    window, image = ([1] * space, stride) if transposed else (stride, None)
+    own = {"rhs_dilation": dilation, "feature_group_count": groups}
+    y = lax.conv_general_dilated(x, weight, window, pads, image, **own)
     return y if bias is None else y + bias.reshape((-1,) + (1,) * space)
 
 
 def _layer_norm(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     """In 32 bits at least; also the mean, and 1 / the deviation."""
-    return _normed(x, range(x.ndim - len(shape), x.ndim), eps, weight, bias)
-
-
-def _normed(x: Any, dims: Sequence[int], eps: float, weight: Any, bias: Any) -> Any:
+    dims = tuple(range(x.ndim - len(shape), x.ndim))
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean = jnp.mean(x, dims, keepdims=True)
     scale = lax.rsqrt(jnp.var(x, dims, keepdims=True) + eps)
@@ -131,9 +97,9 @@ def _normed(x: Any, dims: Sequence[int], eps: float, weight: Any, bias: Any) -> 
 def _group_norm(
     x: Any, weight: Any, bias: Any, n: int, c: int, size: int, groups: int, eps: float
 ) -> Any:
-    by_group = x.reshape(n, groups, c // groups, size)
-    weight, bias = (v if v is None else v.reshape(groups, c // groups, 1) for v in (weight, bias))
-    y, mean, scale = _normed(by_group, (2, 3), eps, weight, bias)
+    shape = (groups, c // groups, size)
+    weight, bias = (v if v is None else v.reshape(*shape[:2], 1) for v in (weight, bias))
+    y, mean, scale = _layer_norm(x.reshape(n, *shape), shape[1:], weight, bias, eps)
     return y.reshape(x.shape), mean[:, :, 0, 0], scale[:, :, 0, 0]
 
 
@@ -165,14 +131,9 @@ def _max_pool(
 
 
 def _avg_pool(
-    x: Any,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = (0,),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
+    x: Any, kernel: Any, stride: Any = (), padding: Any = (0,), ceil_mode: bool = False,
+    count_include_pad: bool = True, divisor_override: int | None = None,
+) -> Any:  # fmt: skip
     if ceil_mode and any(padding) and count_include_pad:
         raise NotImplementedError("average pooling with both a padding that counts and ceil_mode")
     around = _windows(x, kernel, stride, padding, (1,), ceil_mode)
@@ -187,18 +148,9 @@ def _recurrence(cell: Operator) -> Operator:
     """Layers and directions of a cell, each one a `lax.scan` over time."""
 
     def run(
-        x: Any,
-        start: Any,
-        weights: Sequence[Any],
-        has_biases: bool,
-        num_layers: int,
-        p: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-        *,
-        random: Any = None,
-    ) -> Any:
+        x: Any, start: Any, weights: Sequence[Any], has_biases: bool, num_layers: int, p: float,
+        train: bool, bidirectional: bool, batch_first: bool, *, random: Any = None,
+    ) -> Any:  # fmt: skip
         x = jnp.swapaxes(x, 0, 1) if batch_first else x
         start = start if isinstance(start, list | tuple) else [start]
         each, directions = (4 if has_biases else 2), 1 + bidirectional
@@ -239,10 +191,11 @@ def _gru_cell(state: Any, seen: Any, recurrent: Any) -> Any:
     return ((1 - z) * n + z * state[0],)
 
 
+_coin = jax.random.bernoulli
+
 LAYERS: dict[str, Operator] = {
     "linear": _linear,
     **dict.fromkeys(("mm", "bmm", "matmul"), jnp.matmul),
-    "addmm": _addmm,
     "einsum": lambda equation, operands, **_: jnp.einsum(equation, *operands),
     **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_mm),
     "convolution": _convolution,
@@ -267,9 +220,7 @@ RANDOM: dict[str, Operator] = {
     "lstm": _recurrence(_lstm_cell),
     "gru": _recurrence(_gru_cell),
     "native_dropout": _dropout,
-    "bernoulli": lambda x, p=None, *, random: jax.random.bernoulli(
-        random(), x if p is None else p, x.shape
-    ),
+    "bernoulli": lambda x, p=None, *, random: _coin(random(), x if p is None else p, x.shape),
     **dict.fromkeys(("rand", "rand_like"), _drawn(jax.random.uniform)),
     **dict.fromkeys(("randn", "randn_like"), _drawn(jax.random.normal)),
 }
