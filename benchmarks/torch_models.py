@@ -2,7 +2,8 @@
 
     python -m benchmarks.torch_models               all of them: about a minute each on a free core
     python -m benchmarks.torch_models llama mixtral some
-    python -m benchmarks.torch_models --out docs/results/torch.md
+    python -m benchmarks.torch_models --jobs 16 --out docs/results/torch.md
+    python -m benchmarks.torch_models --full llama  Llama 3 8B, forecast for 64 H100
 
 Models are small (2 layers, 64 wide, random weights), in evaluation mode, so that both libraries
 compute the same. Rows are kept in benchmarks/results/torch_models.json: a run of
@@ -12,9 +13,12 @@ some models renews theirs, and the table is made of all. Needs the extra `huggin
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
+import multiprocessing
 import os
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +163,24 @@ FULL = {
 GPUS, CONTEXT = 64, 4096
 
 
-def full(name: str) -> dict[str, Any]:
-    """The forecast of a model of full size, without weights: bfloat16, one row for each GPU."""
+def full(name: str, layers: int = 32) -> dict[str, Any]:
+    """The forecast of a model of full size, without weights: bfloat16, one row for each GPU.
+
+    Layers are computed again for the gradients (`remat`). Weights are fully sharded; those of
+    experts are split by expert over 8 GPUs, and each has 8 copies.
+    """
     with torch.device("meta"):
-        module = model(name, **FULL[name]).to(torch.bfloat16)
+        module = model(name, **{**FULL[name], "num_hidden_layers": layers}).to(torch.bfloat16)
         ids = torch.zeros((GPUS, CONTEXT), dtype=torch.int64)
-    function, params = from_torch(module, (), {"input_ids": ids, "labels": ids})
+    inputs = {"input_ids": ids, "labels": ids}
+    function, params = from_torch(module, (), inputs, remat=r"model\.layers\.\d+")
 
     def annotate(params: Any, ids: Any) -> Any:
-        return gshard.fsdp(params, GPUS), gshard.split(ids, 0, GPUS)
+        split = {
+            name: gshard.split(w, 0, 8) if w.ndim == 3 else gshard.fsdp(w, GPUS)
+            for name, w in params.items()
+        }
+        return split, gshard.split(ids, 0, GPUS)
 
     step = gshard.jit(training_step(function, annotate), devices=GPUS, hardware="h100")
     lowered = step.lower(params, jax.ShapeDtypeStruct((GPUS, CONTEXT), jnp.int32))
@@ -180,6 +193,32 @@ def full(name: str) -> dict[str, Any]:
         "tokens": CONTEXT / forecast.step_seconds,
         "fits": forecast.fits,
     }
+
+
+def tried(name: str, auto_seconds: float) -> tuple[str, dict[str, Any]]:
+    """A model's row; what fails is one too. In a process of its own, or in this one."""
+    transformers.logging.set_verbosity_error()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    torch.set_num_threads(1)
+    try:
+        return name, row(name, auto_seconds)
+    except Exception as error:
+        return name, {"failed": (str(error).strip() or type(error).__name__).splitlines()[0]}
+
+
+def all_tried(names: Iterable[str], auto_seconds: float, jobs: int) -> Iterator[Any]:
+    """Rows as they are made, in `jobs` processes, those of the largest programs first."""
+    if jobs == 1:
+        yield from (tried(name, auto_seconds) for name in names)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, spawn, max_tasks_per_child=1) as pool:
+        waiting = [pool.submit(tried, name, auto_seconds) for name in sorted(names, key=_size)]
+        yield from (done.result() for done in concurrent.futures.as_completed(waiting))
+
+
+def _size(name: str) -> bool:
+    return name not in (*PAIRS, *EXPERTS, "mamba")
 
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
@@ -229,13 +268,14 @@ def _full_sizes(rows: dict[str, dict[str, Any]]) -> list[str]:
         f"## Full sizes, forecast for {GPUS} H100",
         "",
         "By `python -m benchmarks.torch_models --full llama` (Llama 3 8B), `--full mixtral`, from",
-        f"meta weights in bfloat16: `gshard.fsdp`, one row of {CONTEXT:,} tokens for each GPU,",
-        "plain gradient descent, no rematerialisation, and attention by its scores, without a",
+        f"meta weights in bfloat16: one row of {CONTEXT:,} tokens for each GPU, layers computed",
+        "again for the gradients (`from_torch(..., remat=...)`), `gshard.fsdp`, experts split over",
+        "8 GPUs with 8 copies, plain gradient descent, and attention by its scores, without a",
         "fused kernel. Nothing was measured. For comparison, torchtitan's page `performance.md`",
         "reports 5,762 tokens a second and GPU for Llama 3.1 8B with FSDP on 8 H100 (2 rows for",
-        "each GPU, selective activation checkpointing): another program, and fewer GPUs. Since",
-        "neither program here fits, these rows say what such a step needs, and nothing about its",
-        "speed.",
+        "each GPU, selective activation checkpointing, a fused attention and Adam): another",
+        "program, and fewer GPUs. Mixtral's rows are exchanged by AllToAll, and then summed over",
+        "all GPUs for the gradients of the sort by expert: most of what is sent.",
         "",
         "| model | weights | step | memory | sent by a GPU | tokens a second and GPU |",
         "|---|---:|---:|---:|---:|---:|",
@@ -265,25 +305,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help=f"default: all of {', '.join(MODELS)}")
     parser.add_argument("--auto", type=float, default=20, help="seconds of work for gshard.auto")
+    parser.add_argument("--jobs", type=int, default=1, help="how many models at a time")
     parser.add_argument("--full", choices=FULL, help="forecast this model of full size instead")
     parser.add_argument("--table", action="store_true", help="only the page, of rows that are kept")
     parser.add_argument("--out", type=Path, help="also write the page here")
     args = parser.parse_args()
     if unknown := set(args.models) - set(MODELS):
         parser.error(f"no such model: {', '.join(unknown)}; there are {', '.join(MODELS)}")
-    transformers.logging.set_verbosity_error()
-    jax.config.update("jax_num_cpu_devices", DEVICES)
     rows = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if args.full:
+        transformers.logging.set_verbosity_error()
         rows[f"full {args.full}"] = full(args.full)
         print(rows[f"full {args.full}"])
         KEPT.write_text(json.dumps(rows, indent=1) + "\n")
-    for name in () if args.table or args.full else args.models or MODELS:
-        try:
-            rows[name] = row(name, args.auto)
-        except Exception as error:  # what fails is in the table
-            rows[name] = {"failed": (str(error).strip() or type(error).__name__).splitlines()[0]}
-        print(_line(name, rows[name]), flush=True)
+    asked = () if args.table or args.full else args.models or MODELS
+    for name, found in all_tried(asked, args.auto, args.jobs):
+        rows[name] = found
+        print(_line(name, found), flush=True)
         KEPT.write_text(json.dumps(rows, indent=1) + "\n")
     if args.out:
         args.out.write_text(markdown(rows))

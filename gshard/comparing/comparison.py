@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gshard.comparing.step import Step
+from gshard.explanation.costs import LineCost, summed
 from gshard.forecast import Forecast, Hardware, hardware
 from gshard.forecast.collective import Topology, collective_terms, reach
 from gshard.graph.readable import counted, duration, size
@@ -239,33 +240,30 @@ def _by_line(
     theirs: Sequence[Collective], ours: Sequence[Collective]
 ) -> tuple[tuple[Line, ...], tuple[int, int]]:
     """The lines where bytes differ, and how many send the same."""
-    xla, own = _grouped(theirs), _grouped(ours)
-    rows, same = [], []
-    for line in {**xla, **own}:
-        mine, other = own.get(line, []), xla.get(line, [])
-        before, now = (sum(c.total_bytes for c in found) for found in (other, mine))
-        if before == now:
-            same.append(now)
-        else:
-            rows.append(Line(line, before, now, _why(other, mine)))
+    xla, own = _costs(theirs), _costs(ours)
+    nothing = LineCost("", (), 0.0, 0)
+    pairs = {line: (xla.get(line, nothing), own.get(line, nothing)) for line in {**xla, **own}}
+    same = [now.sent for before, now in pairs.values() if before.sent == now.sent]
+    rows = [
+        Line(line, before.sent, now.sent, _why(before, now))
+        for line, (before, now) in pairs.items()
+        if before.sent != now.sent
+    ]
     rows.sort(key=lambda r: -abs(r.xla - r.gshard))
     return tuple(rows), (len(same), sum(same))
 
 
-def _grouped(collectives: Sequence[Collective]) -> Mapping[str, list[Collective]]:
-    found: dict[str, list[Collective]] = {}
-    for value in (value for c in collectives for value in c.members or (c,)):
-        line = value.source.partition(", ")[0]  # without the path of a module of torch
-        found.setdefault(line, []).append(value)
-    return found
+def _costs(collectives: Sequence[Collective]) -> dict[str, LineCost]:
+    """What each line sends; lines are without the path of a module of torch."""
+    values = (value for c in collectives for value in c.members or (c,))
+    return {c.name: c for c in summed(values, lambda c: c.source.partition(", ")[0], {}, {})}
 
 
-def _why(theirs: Sequence[Collective], ours: Sequence[Collective]) -> str:
+def _why(theirs: LineCost, ours: LineCost) -> str:
     """What either sends at a line, the largest first, and because of which operator."""
     parts = []
     for name, found in (("XLA", theirs), ("gshard", ours)):
-        largest = sorted(found, key=lambda c: -c.total_bytes)
-        kinds = [*dict.fromkeys(f"{c.kind} {_because(c)}" for c in largest)]
+        kinds = [*dict.fromkeys(f"{c.kind} {_because(c)}" for c in found.values)]
         more = f" and {len(kinds) - 1} more" if len(kinds) > 1 else ""
         parts.append(f"{name}: {kinds[0]}{more}" if kinds else f"{name}: nothing")
     return "; ".join(parts)

@@ -5,8 +5,9 @@ All figures are forecasts of lowered programs: every batch and every change is p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,10 +16,12 @@ from jax.sharding import NamedSharding
 import gshard
 from gshard.comparing.step import Step
 from gshard.forecast import Forecast, Hardware
+from gshard.forecast.memory import LiveValue
 from gshard.graph.readable import size
 
 _PROBES = 8  # batches that are lowered to find the largest, at most
 _PRECISION = 0.02  # of the largest batch
+_KEPT_LINES = 4  # shown
 
 Tell = Callable[[str], None]
 
@@ -37,6 +40,7 @@ class Fits:
     largest: int  # 0 if no batch fits
     too_large: int  # the smallest that was seen not to fit; 0 if none was seen
     changes: tuple[tuple[str, int | None], ...]  # what was changed, and what is needed then
+    kept: tuple[tuple[str, int], ...] = ()  # lines whose values are live at the peak, and bytes
 
     @property
     def fits(self) -> bool:
@@ -57,6 +61,11 @@ class Fits:
             beyond = f", {self.too_large:,} does not fit" if self.too_large else ""
             most = f"{self.largest:,}{beyond}" if self.largest else "none"
             lines.append(f"largest batch: {most} (now {self.batch:,})")
+        if not self.fits and self.kept:
+            lines.append("largest at the peak (candidates for jax.checkpoint):")
+            lines += [f"  {line:<44} {size(held):>8}" for line, held in self.kept]
+        if self.changes:
+            lines.append("what would change it:")
         for change, needed in self.changes:
             figure = "" if needed is None else f"{size(needed):>8}  {self._word(needed)}"
             lines.append(f"  {change:<44} {figure}".rstrip())
@@ -102,7 +111,7 @@ def fits(
             changes.append(_auto(step, machine, own.devices, seconds))
     return Fits(
         step.name, own.devices, own.hardware.name, own.memory_bytes, limit, own.memory.where,
-        now, *found, tuple(changes),
+        now, *found, tuple(changes), tuple(_kept(own.memory.held)),
     )  # fmt: skip
 
 
@@ -172,32 +181,52 @@ def _changes(
 ) -> Iterator[tuple[str, int]]:
     """Changes one after the other, each added to those before it if it helps."""
     others = tuple(i for i in range(len(step.args)) if i not in batch)
-    parts, now = own.devices, own.memory_bytes
-    how: dict[str, Any] = {}
+    count, now = own.devices, own.memory_bytes
     added = ""
 
-    def with_batch_split(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def annotated(fsdp: bool, parts: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
         rows = lambda x: gshard.split(x, 0, parts) if getattr(x, "shape", ()) else x  # noqa: E731
-        return tuple(jax.tree.map(rows, a) if i in batch else a for i, a in enumerate(args))
+        held = lambda a: gshard.fsdp(a, parts) if fsdp else a  # noqa: E731
+        return tuple(jax.tree.map(rows, a) if i in batch else held(a) for i, a in enumerate(args))
 
-    def with_weights_split(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(gshard.fsdp(a) if i in others else a for i, a in enumerate(args))
-
-    def of_both(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return with_weights_split(with_batch_split(args))
-
+    split, fsdp = partial(annotated, False, count), partial(annotated, True, count)
+    donated = {"donate_argnums": others}
     tried: list[tuple[str, dict[str, Any]]] = [
-        (f"gshard.split(batch, 0, {parts})", {"arguments": with_batch_split}),
-        (f"donate_argnums={others}", {"donate_argnums": others}),
-        ("gshard.fsdp of the other arguments", {"arguments": of_both}),
+        (f"gshard.split(batch, 0, {count})", {"arguments": split}),
+        (f"donate_argnums={others}", {"arguments": split, **donated}),
+        ("gshard.fsdp of the other arguments", {"arguments": fsdp, **donated}),
     ]
-    for name, change in tried if step.is_plain else ():
-        tell(f"partitioning it with {name}")
-        needed = lowered(step, **{**how, **change}).memory_bytes
+    tried += [
+        (f"on {n} devices", {"arguments": partial(annotated, True, n), "devices": n, **donated})
+        for n in (2 * count, 4 * count, 8 * count)
+        if _rows(step.args, batch) % n == 0
+    ]
+    again = step.with_remat()
+    if again is not None:
+        tell("partitioning it with its layers computed again")
+        step, needed = again, lowered(again).memory_bytes
         if needed < now:
-            now, how = needed, {**how, **change}
+            now = needed
+            yield "layers computed again: from_torch(..., remat=)", needed
+            added = "and "
+    for name, change in tried if step.is_plain else ():
+        if now <= own.hardware.memory and "devices" in change:
+            return
+        tell(f"partitioning it with {name}")
+        needed = lowered(step, **change).memory_bytes
+        if needed < now:
+            now = needed
             yield f"{added}{name}", needed
             added = "and "
+
+
+def _kept(held: Iterable[LiveValue]) -> list[tuple[str, int]]:
+    """The lines that made most of what is live at the peak."""
+    found: dict[str, int] = {}
+    for value in held:
+        found[value.source] = found.get(value.source, 0) + value.bytes
+    found.pop("unknown", None)
+    return sorted(found.items(), key=lambda item: -item[1])[:_KEPT_LINES]
 
 
 def _auto(step: Step, machine: Hardware, devices: int, seconds: float) -> tuple[str, int | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -31,18 +32,27 @@ Change = Callable[[Any], Any]
 class Step:
     """A step and its arguments, which may be abstract."""
 
-    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...]):
-        self._module = step if hasattr(step, "named_parameters") else None  # of torch
+    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], remat: str | None = None):
+        self._module: Any = step if hasattr(step, "named_parameters") else None  # of torch
+        self._remat = remat
         if self._module is not None:
-            step, args = step_of_torch(self._module, args)
+            step, args = step_of_torch(self._module, args, remat)
         self._step: Any = step if hasattr(step, "lower") else gshard.jit(step)
         self.args = args
         self.name = getattr(step, "__name__", type(step).__name__)
 
+    def with_remat(self) -> Step | None:
+        """A step of a torch module with its repeated layers computed again, if there are any."""
+        layers = re.compile(r".*\.\d+|\d+")
+        names = self._module.named_modules() if self._module is not None and not self._remat else ()
+        if not any(layers.fullmatch(name) for name, _ in names):
+            return None
+        return Step(self._module, self.args[2:], layers.pattern)
+
     def with_args(self, args: tuple[Any, ...]) -> Step:
         """The same step for other arguments."""
         if self._module is not None:  # is exported for the shapes of its inputs
-            return Step(self._module, args[2:])
+            return Step(self._module, args[2:], self._remat)
         changed = copy.copy(self)
         changed.args = args
         return changed

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import gshard
 
 
-def step_of_torch(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """A step and its arguments, for a module and the shapes of its inputs.
+def step_of_torch(
+    module: Any, inputs: tuple[Any, ...], remat: str | None = None
+) -> tuple[Any, tuple[Any, ...]]:
+    """A step and its arguments, for a module, the shapes of its inputs and `from_torch`'s `remat`.
 
     Inputs are split over the devices along their first dim (data parallelism); what is in the
     module, dropout and its mode, is as it was exported.
@@ -23,7 +25,7 @@ def step_of_torch(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, tuple[Any,
     def example(x: Any) -> Any:
         return torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="meta")
 
-    function, params = from_torch(module.to("meta"), tuple(map(example, inputs)))
+    function, params = from_torch(module.to("meta"), tuple(map(example, inputs)), remat=remat)
 
     def mean(params: Any, key: Any, inputs: Any) -> Any:
         results = jax.tree.leaves(function(params, *inputs, key=key))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gshard.explanation.subject import Subject
@@ -46,7 +46,7 @@ def by_line(subject: Subject, forecast: Forecast) -> list[LineCost]:
     for c in subject.collectives:
         for line in {value.source for value in c.members or (c,)}:
             runs[line] = runs.get(line, 0) + c.count
-    return _summed(subject.values, lambda c: c.source, seconds, runs)
+    return summed(subject.values, lambda c: c.source, seconds, runs)
 
 
 def by_kind(subject: Subject, forecast: Forecast) -> list[LineCost]:
@@ -59,15 +59,16 @@ def by_kind(subject: Subject, forecast: Forecast) -> list[LineCost]:
         kind: sum(c.count for c in subject.collectives if c.kind == kind)
         for kind in {c.kind for c in subject.collectives}
     }
-    return _summed(subject.collectives, lambda c: c.kind, seconds, runs)
+    return summed(subject.collectives, lambda c: c.kind, seconds, runs)
 
 
-def _summed(
-    collectives: Sequence[Collective],
+def summed(
+    collectives: Iterable[Collective],
     key: Callable[[Collective], str],
-    seconds: dict[str, float],
-    runs: dict[str, int],
+    seconds: Mapping[str, float],
+    runs: Mapping[str, int],
 ) -> list[LineCost]:
+    """Collectives with the same key together, those that take the most time first."""
     groups: dict[str, list[Collective]] = {}
     for c in collectives:
         groups.setdefault(key(c), []).append(c)
@@ -76,7 +77,7 @@ def _summed(
             name,
             tuple(sorted(members, key=lambda c: -c.total_bytes)),
             seconds.get(name, 0.0),
-            runs[name],
+            runs.get(name, len(members)),
         )
         for name, members in groups.items()
     ]

@@ -48,6 +48,19 @@ def test_a_step_that_does_not_fit_and_what_would_make_it():
     assert sizes[0] <= machine.memory  # an eighth of the rows on each device
     assert "largest batch: " in str(found)
     assert " does not fit on 8 x h100: " in str(found)
+    lines = str(found).partition("(candidates for jax.checkpoint):\n")[2]
+    assert lines.startswith("  tests/comparing/test_fits.py:")
+
+
+def test_more_devices_are_tried_where_these_are_too_few():
+    machine = replace(hardware("h100"), memory=2_000_000)
+    found = fits(Step(step, arguments(4096)), machine)
+    change, size = found.changes[-1]
+    count = int(change.split()[-2])
+    assert change == f"and on {count} devices"
+    assert count > 8
+    assert size <= machine.memory or count == 64
+    assert size < found.changes[-2][1]
 
 
 def test_a_step_that_fits():

@@ -1,5 +1,7 @@
 """A module of torch as a step: data parallel bytes, and batches of other sizes."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -23,3 +25,16 @@ def test_a_module_is_compared_and_fits():
     room = fits(step, hardware("h100"))
     assert room.fits
     assert room.batch == 8192 < room.largest
+
+
+def test_layers_of_a_module_computed_again_are_a_change():
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 64))
+    ]
+    module = torch.nn.Sequential(*layers * 4)
+    step = Step(module, (jax.ShapeDtypeStruct((65536, 64), np.float32),))
+    found = fits(step, replace(hardware("h100"), memory=2_000_000))
+    change, needed = found.changes[0]
+    assert change == "layers computed again: from_torch(..., remat=)"
+    assert needed < 0.7 * found.needed
+    assert step.with_remat().with_remat() is None

@@ -180,3 +180,21 @@ def test_inputs_unlike_those_of_the_export_are_refused():
         function({}, given)
     with pytest.raises(ValueError, match="key= is a keyword of the function"):
         from_torch(module, (), {"key": tokens})
+
+
+def test_remat_computes_layers_again_with_the_same_gradients():
+    module, tokens, given = made(train=True)
+    plain, params = from_torch(module, tokens)
+    again, _ = from_torch(module, tokens, remat=r"layers\.\d+")
+    key = jax.random.key(0)
+
+    def gradient(function):
+        return jax.grad(lambda p: (function(p, given, key=key)["logits"] ** 2).mean())
+
+    jaxpr = jax.make_jaxpr(gradient(again))(params)
+    blocks = [e for e in jaxpr.eqns if e.primitive.name in ("checkpoint", "remat", "remat2")]
+    assert len(blocks) == 2  # one for each layer, in its backward pass
+    want, got = jax.jit(gradient(plain))(params), jax.jit(gradient(again))(params)
+    jax.tree.map(lambda w, g: np.testing.assert_allclose(g, w, 1e-5, 1e-6), want, got)
+    with pytest.raises(ValueError, match=r"remat='block' is the path of no module of Tied"):
+        from_torch(module, tokens, remat="block")

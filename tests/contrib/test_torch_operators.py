@@ -46,7 +46,7 @@ def used(functions, *inputs):
             assert got.dtype == kind, (name, got.dtype, kind)
             np.testing.assert_allclose(got, want, 3e-6, 3e-6, err_msg=name)
     check_gradients(functions, function, params, inputs)
-    return {step[3] for step in function._graph._steps if step}
+    return {step[3] for step in function._graph._steps.values() if step}
 
 
 def check_gradients(functions, function, params, inputs):
@@ -253,7 +253,7 @@ def test_recurrences(kind):
     found = function(params, jnp.asarray(x.numpy()))
     for want, got in zip(jax.tree.leaves(module(x)), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(got, want.detach().numpy(), 1e-5, 1e-6)
-    COVERED.update(step[3] for step in function._graph._steps if step)
+    COVERED.update(step[3] for step in function._graph._steps.values() if step)
 
 
 def test_experts_of_hugging_face_are_ragged_products():

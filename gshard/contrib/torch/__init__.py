@@ -30,6 +30,7 @@ def from_torch(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     lowerings: Mapping[Any, Operator] | None = None,
+    remat: str | None = None,
 ) -> tuple[TorchFunction, dict[str, Any]]:
     """A module as a pure function of JAX, and its parameters under their torch names.
 
@@ -43,6 +44,8 @@ def from_torch(
         example_kwargs: those by name.
         lowerings: functions of JAX for operators that gshard has none for, such as
             `{torch.ops.mine.scale.default: lambda x, by: x * by}`.
+        remat: modules whose values are computed again for the gradients (`jax.checkpoint`), by a
+            regular expression of their whole path, such as `"model.layers.[0-9]+"`.
 
     Returns:
         `function(params, *inputs, **kwargs)`, whose result has the module's own structure; and
@@ -77,7 +80,7 @@ def from_torch(
     program = export_module(module, args, kwargs)
     first: dict[int, str] = {}
     same = {name: first.setdefault(id(parameter), name) for name, parameter in named.items()}
-    function = TorchFunction(program, same, (args, kwargs), dict(lowerings or {}), module)
+    function = TorchFunction(program, same, (args, kwargs), dict(lowerings or {}), module, remat)
     return function, {name: as_jax(named[name]) for name in first.values()}
 
 
@@ -92,9 +95,11 @@ class TorchFunction:
     mode.
     """
 
-    def __init__(self, program: Any, same: Any, inputs: Any, lowerings: Any, module: Any):
+    def __init__(
+        self, program: Any, same: Any, inputs: Any, lowerings: Any, module: Any, remat: str | None
+    ):
         self.__name__ = type(module).__name__
-        self._graph = ExportedGraph(program.graph_module, lowerings, self.__name__)
+        self._graph = ExportedGraph(program.graph_module, lowerings, self.__name__, remat)
         signature, self._same = program.graph_signature, same
         self._reads = [(spec.kind.name, spec.target) for spec in signature.input_specs]
         self._writes = [(spec.kind.name, spec.target) for spec in signature.output_specs]

@@ -154,10 +154,16 @@ def framed(path: str, line: int, module: str) -> Callable[..., Any]:
 class ExportedGraph:
     """A graph of torch that runs on JAX's arrays."""
 
-    def __init__(self, module: Any, lowerings: Mapping[Any, Operator], shown: str):
+    def __init__(
+        self, module: Any, lowerings: Mapping[Any, Operator], shown: str, remat: str | None = None
+    ):
         self.nodes = list(module.graph.nodes)
         missing: dict[Any, str] = {}
-        self._steps = [self._step(node, lowerings, missing) for node in self.nodes]
+        self._steps = {node: self._step(node, lowerings, missing) for node in self.nodes}
+        inside = itertools.groupby(self.nodes, lambda node: _matching(node, remat))
+        self._blocks = [(path, [*nodes]) for path, nodes in inside]
+        if remat and not any(path for path, _ in self._blocks):
+            raise ValueError(f"remat={remat!r} is the path of no module of {shown}")
         if missing:
             raise ValueError(
                 f"{next(iter(missing.values())) or shown}: {', '.join(map(str, missing))} has no "
@@ -178,10 +184,11 @@ class ExportedGraph:
 
     def __call__(self, inputs: list[Any], key: Any) -> list[Any]:
         """The outputs for these inputs, in the order of the graph; `key` draws random numbers."""
-        values: dict[Any, Any] = {}
         given, drawn = iter(inputs), itertools.count(1)
 
-        def run(node: Any, function: Operator, call: Operator, draws: bool, name: str) -> Any:
+        def run(
+            node: Any, values: Any, function: Operator, call: Operator, draws: bool, name: str
+        ) -> Any:
             def random() -> Any:
                 if key is None:
                     raise ValueError(
@@ -198,16 +205,44 @@ class ExportedGraph:
             kept = {name: value for name, value in kwargs.items() if name not in _DROPPED}
             return call(function, args, {**kept, "random": random} if draws else kept)
 
-        for node, step in zip(self.nodes, self._steps, strict=True):
-            if node.op == "placeholder":
-                values[node] = next(given)
-            elif node.op == "output":
-                return list(torch.fx.node.map_arg(node.args[0], values.__getitem__))
-            elif node.target is operator.getitem:
-                values[node] = values[node.args[0]][node.args[1]]
-            elif step is not None:
-                values[node] = _cast(run(node, *step), node.meta.get("val"))
-        raise AssertionError("a graph of torch ends with its output")
+        def run_all(nodes: list[Any], values: dict[Any, Any]) -> None:
+            for node in nodes:
+                step = self._steps[node]
+                if node.op == "placeholder":
+                    values[node] = next(given)
+                elif node.target is operator.getitem:
+                    values[node] = values[node.args[0]][node.args[1]]
+                elif step is not None:
+                    values[node] = _cast(run(node, values, *step), node.meta.get("val"))
+
+        values: dict[Any, Any] = {}
+        for path, nodes in self._blocks:
+            if path:
+                _run_again(run_all, nodes, values)
+            else:
+                run_all(nodes, values)
+        return list(torch.fx.node.map_arg(self.nodes[-1].args[0], values.__getitem__))
+
+
+def _matching(node: Any, remat: str | None) -> str:
+    """The path of the outermost module that a node is in and `remat` matches; else none."""
+    stack = (node.meta.get("nn_module_stack") or {}).values() if remat else ()
+    return next((path for path, _ in stack if re.fullmatch(remat or "", path)), "")
+
+
+def _run_again(run_all: Any, nodes: list[Any], values: dict[Any, Any]) -> None:
+    """Run nodes whose values are not kept for the gradients, but those that others read."""
+    own = set(nodes)
+    reads = [*dict.fromkeys(r for node in nodes for r in node.all_input_nodes if r not in own)]
+    wanted = [node for node in nodes if not own.issuperset(node.users) and node.users]
+
+    def block(*given: Any) -> list[Any]:
+        local = dict(zip(reads, given, strict=True))
+        run_all(nodes, local)
+        return [local.get(node) for node in wanted]
+
+    found = jax.checkpoint(block)(*(values.get(node) for node in reads))
+    values.update(zip(wanted, found, strict=True))
 
 
 def _cast(result: Any, expected: Any) -> Any:
