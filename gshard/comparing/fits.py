@@ -185,9 +185,15 @@ def _changes(
     added = ""
 
     def annotated(fsdp: bool, parts: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        rows = lambda x: gshard.split(x, 0, parts) if getattr(x, "shape", ()) else x  # noqa: E731
-        held = lambda a: gshard.fsdp(a, parts) if fsdp else a  # noqa: E731
-        return tuple(jax.tree.map(rows, a) if i in batch else held(a) for i, a in enumerate(args))
+        def rows(x: Any) -> Any:
+            return gshard.split(x, 0, parts) if getattr(x, "shape", ()) else x
+
+        def given(number: int, a: Any) -> Any:
+            if number in batch:
+                return jax.tree.map(rows, a)
+            return gshard.fsdp(a, parts) if fsdp else a
+
+        return tuple(given(i, a) for i, a in enumerate(args))
 
     split, fsdp = partial(annotated, False, count), partial(annotated, True, count)
     donated = {"donate_argnums": others}

@@ -118,7 +118,10 @@ class TorchFunction:
         """The module's result; with `buffers`, also the buffers after the call."""
         given = iter(self._checked(args, kwargs))
         state = {**self._constants, **(self.buffers if buffers is None else buffers)}
-        read = {"USER_INPUT": lambda _: next(given), "PARAMETER": partial(self._parameter, params)}
+        read: dict[str, Any] = {
+            "USER_INPUT": lambda _: next(given),
+            "PARAMETER": partial(self._parameter, params),
+        }
         held = lambda name: _with_values(state[name])  # noqa: E731
         inputs = [read.get(kind, held)(name) for kind, name in self._reads]
         outputs = [*zip(self._graph(inputs, key), self._writes, strict=True)]
