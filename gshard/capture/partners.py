@@ -15,8 +15,6 @@ from typing import Any, TypeVar, cast
 
 import jax
 
-from gshard.tensors.tile import Identity
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -65,12 +63,12 @@ def watched(fun: Callable[..., Any]) -> Callable[..., Any]:
         variables = _nnx_variables(nnx, (args, kwargs))
         before = [variable.get_raw_value() for variable in variables.values()]
         results = fun(*args, **kwargs)
-        returned = set(map(Identity, jax.tree.leaves(results)))
+        returned = jax.tree.leaves(results)
         lost = [
             name
             for (name, variable), value in zip(variables.items(), before, strict=True)
             for now in [variable.get_raw_value()]
-            if now is not value and Identity(now) not in returned
+            if now is not value and not any(now is leaf for leaf in returned)
         ]
         if lost:
             _warn_of(lost, fun)

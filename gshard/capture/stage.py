@@ -23,14 +23,13 @@ class Variant:
     """A kind of lowering that a package above the core defines, as `gshard.reproducible` does.
 
     `passes` follow the normal forms; `rewrites` says whether those by shardings run, too.
-    `first_argument` is the key in `Place.known` under which rules find the program's first
-    argument, if it has one that the user did not give.
+    `opaque_first`: the program's first argument, which the user did not give, is `Place.opaque`.
     """
 
     passes: tuple[Callable[[ClosedJaxpr], ClosedJaxpr], ...] = ()
     rewrites: bool = True
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
-    first_argument: str | None = None
+    opaque_first: bool = False
 
 
 USUAL = Variant()

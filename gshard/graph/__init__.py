@@ -12,9 +12,10 @@ from gshard.graph.graph import (
     replacing,
     upstream,
 )
-from gshard.graph.regions import CALLS, LOOPS, at_every_level, bodies, map_bodies
+from gshard.graph.regions import CALLS, LOOPS, Names, at_every_level, bodies, map_bodies, renaming
 
 __all__ = [
-    "CALLS", "LOOPS", "Graph", "at_every_level", "bodies", "filling", "in_order", "inputs_of",
-    "live", "map_bodies", "needed_for", "renamed", "replacing", "text", "upstream",
+    "CALLS", "LOOPS", "Graph", "Names", "at_every_level", "bodies", "filling", "in_order",
+    "inputs_of", "live", "map_bodies", "needed_for", "renamed", "renaming", "replacing", "text",
+    "upstream",
 ]  # fmt: skip

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from gshard.graph.regions import Names
 from gshard.graph.text import Note, program_text
 
-Pass = Callable[[ClosedJaxpr], ClosedJaxpr]
 P = TypeVar("P", ClosedJaxpr, Jaxpr)
+Pass = Callable[[P], P | tuple[P, Names]]  # a pass that renames variables also returns which
 
 
 def _no_note(eqn: JaxprEqn) -> str:
@@ -32,9 +33,10 @@ class Snapshot:
 
 @dataclass
 class History:
-    """The stages of one lowering, in order. Texts are made on demand."""
+    """The stages of one lowering, in order, and what they renamed. Texts are made on demand."""
 
     stages: list[Snapshot] = field(default_factory=list)
+    renamed: Names = field(default_factory=dict)
 
     def add(
         self, name: str, jaxpr: Jaxpr, note: Note = _no_note, remarks: Sequence[str] = ()
@@ -42,12 +44,20 @@ class History:
         """Record the program after a stage."""
         self.stages.append(Snapshot(name, jaxpr, note, tuple(dict.fromkeys(remarks))))
 
-    def run(self, passes: Iterable[Callable[[P], P]], program: P, note: Note = _no_note) -> P:
+    def run(self, passes: Iterable[Pass[P]], program: P, note: Note = _no_note) -> P:
         """The program after these passes, each recorded under its name."""
         for change in passes:
-            program = change(program)
+            changed = change(program)
+            program, names = changed if isinstance(changed, tuple) else (changed, {})
+            self.renamed |= names
             self.add(change.__name__, getattr(program, "jaxpr", program), note)
         return program
+
+    def now(self, var: Any) -> Any:
+        """The variable of the last program that a variable of an earlier one became."""
+        while var in self.renamed:
+            var = self.renamed[var]
+        return var
 
     @property
     def programs(self) -> dict[str, Jaxpr]:

@@ -33,6 +33,7 @@ LOOPS = (p.scan_p, p.while_p, p.cond_p)  # their bodies are partitioned like any
 MEANINGS: dict[Primitive, Callable[[JaxprEqn], ClosedJaxpr]] = {}
 
 P = ParamSpec("P")
+Names = dict[Any, Any]  # variables, and equal ones that a pass put in their places
 Link = tuple[Any, Any, int]  # two variables with the same dims; the first has `int` more, leading
 
 
@@ -142,6 +143,19 @@ def at_every_level(
         eqns = [map_bodies(eqn, body) if eqn.primitive in LOOPS else eqn for eqn in jaxpr.eqns]
         same = all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
         return change(jaxpr if same else jaxpr.replace(eqns=eqns), *args, **kwargs)
+
+    return changed
+
+
+def renaming(
+    change: Callable[Concatenate[Jaxpr, Names, P], Jaxpr],
+) -> Callable[Concatenate[Jaxpr, P], tuple[Jaxpr, Names]]:
+    """A pass `at_every_level` that also returns the renames that `change` adds to its `Names`."""
+
+    @functools.wraps(change)
+    def changed(jaxpr: Jaxpr, /, *args: P.args, **kwargs: P.kwargs) -> tuple[Jaxpr, Names]:
+        names: Names = {}
+        return at_every_level(change)(jaxpr, names, *args, **kwargs), names
 
     return changed
 

@@ -20,39 +20,44 @@ from gshard.moving.recompute import Made
 from gshard.moving.seen import Seen
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Key, Tile
+from gshard.tensors.tile import Tile, Value
 
 
 @dataclass
 class Available:
-    """Values under the shardings under which they are available.
+    """Values under the shardings under which they are available, and later views of them.
 
     None: free to recompute on demand.
     """
 
-    forms: dict[Key, dict[Sharding, Tile | None]] = field(default_factory=dict)
+    forms: dict[Value | None, dict[Sharding, Tile | None]] = field(default_factory=dict)
+    viewed: dict[Value | None, Made] = field(default_factory=dict)  # values as views of views
 
     def inner(self) -> Available:
         """What is available at the start of a body; what the body adds stays inside."""
-        return Available({key: dict(found) for key, found in self.forms.items()})
+        forms = {value: dict(found) for value, found in self.forms.items()}
+        return Available(forms, dict(self.viewed))
 
     def of(self, tile: Tile) -> Mapping[Sharding, Tile | None]:
         """`tile` under all shardings to which it was brought."""
-        return self.forms.get(tile.key, {})
+        return self.forms.get(tile.value, {})
+
+    def made(self, tile: Tile) -> tuple[Made, ...]:
+        """How a tensor can be recomputed: as it was made, or from a view of it."""
+        own, view = tile.value and tile.value.made, self.viewed.get(tile.value)
+        return tuple(made for made in (own, view) if made and made.gives(tile))
 
     def add(self, tile: Tile, moved: Tile) -> None:
         """Remember that a tensor has been moved."""
-        self.forms.setdefault(tile.key, {})[moved.sharding] = moved
-        if tile.sharding.is_replicated:  # a slice of it need not be gathered again
-            self.forms.setdefault(moved.key, {})[tile.sharding] = tile
+        if tile.value:
+            self.forms.setdefault(tile.value, {tile.sharding: tile})[moved.sharding] = moved
 
-    def add_index(self, made: Made) -> None:
+    def add_index(self, index: Tile, made: Made) -> None:
         """Remember integers that are free to replicate if their operands are."""
-        here = made.result.sharding
         forms = [(t.sharding, *self.of(t)) for t in made.operands]
         if all(any(form.is_replicated for form in found) for found in forms):
-            replicated = Sharding.replicated(here.rank, here.num_devices)
-            self.forms.setdefault(made.result.key, {})[replicated] = None
+            replicated = Sharding.replicated(index.sharding.rank, index.sharding.num_devices)
+            self.forms.setdefault(index.value, {})[replicated] = None
 
 
 class Mover:
@@ -83,6 +88,7 @@ class Mover:
         if found is None:
             found = self._recomputed(tile, target, reason)
             found = found or reshard(self.place, tile, target, reason)
+            found = replace(found, value=tile.value)
             self.available.add(tile, found)
         self.seen.moved(tile, found, str(reason))
         return found
@@ -94,14 +100,18 @@ class Mover:
         split = target.splits[dim]
         assert split is tile.sharding.splits[dim], "rows are exchanged by take_rows"
         assert split
+        if found := self.available.of(tile).get(target):
+            return found
         held = (*tile.shape[:dim], split.tiles * tile.array.shape[dim], *tile.shape[dim + 1 :])
         even = Tile(tile.array, tile.sharding.replace(dim, split.even), held)
         moved = self.reshard(even, target.replace(dim, split.even), reason)
-        return Tile(moved.array, target, tile.shape)
+        found = Tile(moved.array, target, tile.shape, value=tile.value)
+        self.available.add(tile, found)
+        return found
 
     def views(self, tile: Tile) -> list[Made]:
         """What a tensor is a view of: a transpose or a reversal, or the inverse of one."""
-        return [made for made in self.place.made.get(tile.key, ()) if made.is_view]
+        return [made for made in self.available.made(tile) if made.is_view]
 
     def forms(self, tile: Tile) -> frozenset[Sharding]:
         """The shardings under which `tile` is available, or what it is a view of."""
@@ -110,24 +120,24 @@ class Mover:
             known |= view.local_forms(self.available.of(view.operands[0]))
         return known
 
-    def remember(self, made: Made) -> None:
-        """Note how a value was made: it may be recomputed elsewhere, instead of being moved."""
-        if not all(t.sharding.is_tiling for t in (*made.operands, made.result)):
-            return
-        if made.result.key in [t.key for t in made.operands]:  # it changes nothing
-            return
-        ways = self.place.made
-        ways[made.result.key] = (made, *ways.get(made.result.key, ()))
+    def remember(self, var: Any, tile: Tile, made: Made | None = None) -> Tile:
+        """The tile of a variable, which may be recomputed elsewhere, instead of being moved."""
+        if tile.value:
+            return tile  # of an earlier variable
+        if made is None or not all(t.sharding.is_tiling for t in (*made.operands, tile)):
+            return replace(tile, value=Value(var))
+        tile = replace(tile, value=Value(var, made))
         if made.is_view and not self.views(made.operands[0]):
-            ways[made.operands[0].key] = (*ways.get(made.operands[0].key, ()), made.inverse())
+            self.available.viewed[made.operands[0].value] = made.inverse(tile)
         if made.is_index:
-            self.available.add_index(made)
+            self.available.add_index(tile, made)
+        return tile
 
     def _recomputed(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
         """`tile` recomputed from resharded operands; None if moving it is cheaper."""
-        ways = self.place.made.get(tile.key, ()) if tile.is_standard else ()
+        ways = self.available.made(tile) if tile.is_standard else ()
         direct = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype)
-        known = {(tile.key, target): direct}
+        known = {(tile.value, target): direct}
         costs = [self._recompute_cost(made, target, direct, made.depth, known) for made in ways]
         cost, made = min(zip(costs, ways, strict=True), key=lambda w: w[0], default=(inf, None))
         # What a reshape is made of can be reshaped otherwise for another operator.
@@ -156,11 +166,11 @@ class Mover:
         """The cost of a value under `target`, moved or recomputed, whichever is cheaper."""
         if tile.sharding == target or self.available.of(tile).get(target) is not None:
             return 0.0
-        key = (tile.key, target)
+        key = (tile.value, target)
         if key not in known:
             cost = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype)
             known[key] = cost  # while it is recomputed from views of itself
-            for made in self.place.made.get(tile.key, ()):
+            for made in self.available.made(tile):
                 cost = min(cost, self._recompute_cost(made, target, cost, depth, known))
             known[key] = cost
         return known[key]

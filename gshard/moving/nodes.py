@@ -109,8 +109,8 @@ def code_of(node: Node, shape: tuple[int, ...], dtypes: tuple[Any, ...], sizes: 
     devices = node.sharding.num_devices if isinstance(node, TensorNode) else 0
 
     def run(x: jax.Array, *number: jax.Array) -> jax.Array:
-        known = dict(zip(["id"], number, strict=False))
-        return node.run(Place(axes, devices, known), x)
+        place = Place(axes, devices)
+        return node.run(place.numbered(*number) if number else place, x)
 
     types = [jax.ShapeDtypeStruct(s, d) for s, d in zip((shape, ()), dtypes, strict=False)]
     with without_mesh():

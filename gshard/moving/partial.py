@@ -138,7 +138,7 @@ def combine_disjoint(place: Place, tile: Tile, target: Sharding) -> Tile:
     if _in_pairs(x.dtype, tile, target):  # sums of 16-bit integers would be sent as 32 bits
         pairs = lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint32)
         halved = (*tile.shape[:-1], tile.shape[-1] // 2)
-        done = combine(place, replace(tile, array=pairs, shape=halved), "sum", target)
+        done = combine(place, replace(tile.holding(pairs), shape=halved), "sum", target)
         halves = lax.bitcast_convert_type(done.array, x.dtype)
         return Tile(halves.reshape(*halves.shape[:-2], -1), done.sharding, tile.shape)
     bits, back = collectives.as_bits(x)

@@ -78,18 +78,22 @@ class Made(NamedTuple):
         """Whether it is a transpose or a reversal of its operand."""
         return self.eqn.primitive in VIEWS
 
-    def inverse(self) -> Made:
+    def inverse(self, result: Tile) -> Made:
         """The operand of a view, as a view of the result."""
         (source,), params = self.operands, dict(self.eqn.params)
         if "permutation" in params:
             params["permutation"] = tuple(np.argsort(params["permutation"]).tolist())
-        return Made(source, self.eqn.replace(params=params), (self.result,), self.local)
+        return Made(source, self.eqn.replace(params=params), (result,), self.local)
 
     def local_forms(self, forms: Iterable[Sharding]) -> set[Sharding]:
         """The shardings of a view that is computed locally from its operand under `forms`."""
         order = self.eqn.params.get("permutation", range(len(self.result.shape)))
         found = {form.project(order) for form in forms}
         return {form for form in found if self.operands_under(form) is not None}
+
+    def gives(self, tile: Tile) -> bool:
+        """Whether it is this tile that was computed, and not one under another sharding."""
+        return self.result.sharding is tile.sharding and tile.is_standard
 
     @property
     def depth(self) -> int:
@@ -196,8 +200,8 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
     def directly(reason: Reason) -> jax.Array:
         return halo.fetch(place, tile, dim, rows.starts, rows.width, reason, rows.only)
 
-    made = next((m for m in place.made.get(tile.key, ()) if m.eqn.primitive is not p.rev_p), None)
-    if made is None or not depth:
+    made = tile.value.made if tile.value else None
+    if made is None or not depth or made.eqn.primitive is p.rev_p or not made.gives(tile):
         return _sent(rows), directly
     direct, total, ways = _sent(rows), 0.0, []
     needed = _needed(made, rows) if direct else None

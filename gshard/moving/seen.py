@@ -6,14 +6,11 @@ read from it where in the whole array a tile belongs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
-
 from gshard import _jax
-from gshard.graph import bodies
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -61,38 +58,9 @@ class Seen:
             if held not in known:
                 known.append(held)
 
-    def after(self, same: Mapping[Any, Any]) -> dict[Any, list[Held]]:
-        """What is held after passes that replaced variables by others that are the `same`."""
+    def after(self, now: Callable[[Any], Any]) -> dict[Any, list[Held]]:
+        """What is held after passes: `now` says which variable each one became."""
         left: dict[Any, list[Held]] = {}
         for var, found in self.held.items():
-            while var in same:
-                var = same[var]
-            left.setdefault(var, []).extend(found)
+            left.setdefault(now(var), []).extend(found)
         return left
-
-
-def replaced(before: Jaxpr, after: Jaxpr) -> dict[Any, Any]:
-    """The variables in whose place a pass over a plan put others: equations that read these now.
-
-    An equation is the same one before and after if its results and its operator are, and its
-    operands have the same shapes.
-    """
-    found: dict[Any, Any] = {}
-    kept = {eqn.outvars[0]: eqn for eqn in after.eqns if eqn.outvars}
-    both_have = [e for e in before.eqns if e.outvars and e.outvars[0] in kept]
-    pairs = [(e, kept[e.outvars[0]]) for e in both_have if _alike(e, kept[e.outvars[0]])]
-    reads = [(old.invars, new.invars) for old, new in pairs if old is not new]
-    for old, new in [*reads, (before.outvars, after.outvars)]:
-        if len(old) == len(new):
-            both = zip(old, new, strict=True)
-            found |= {a: b for a, b in both if not isinstance(a, Literal) and a is not b}
-    for eqn, same in pairs:
-        if eqn is not same:
-            for inner, other in zip(bodies(eqn), bodies(same), strict=False):
-                found |= replaced(inner, other)
-    return found
-
-
-def _alike(old: JaxprEqn, new: JaxprEqn) -> bool:
-    shapes = [[a.aval.shape for a in e.invars if hasattr(a.aval, "shape")] for e in (old, new)]
-    return old.primitive is new.primitive and shapes[0] == shapes[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from gshard.rules import RULES, Rule, rule_of
 from gshard.rules.base import unreduced
 from gshard.rules.base.rule import Carried, Elementwise, Way
 from gshard.rules.base.uses import NOTHING, Uses, may_stay_unreduced
+from gshard.rules.pointwise import MARKS
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -141,7 +143,8 @@ class Planner:
         uses = self.found.uses.get(jaxpr) or Uses(jaxpr)
         self.unreduced = may_stay_unreduced(uses, leaving, self.found.shardings)
         self.choice = Choice(self.found, uses, self.unreduced, self.mover, self.memory_limit)
-        env: dict[Any, Tile] = dict(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
+        entering = zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True)
+        env = {var: self.mover.remember(var, tile) for var, tile in entering}
         self.seen.made(env)
 
         def read(atom: Any) -> Tile:
@@ -152,22 +155,33 @@ class Planner:
             for self.choice.now, eqn in enumerate(jaxpr.eqns):
                 operands = [read(a) for a in eqn.invars]
                 targets = [self.found.shardings[v] for v in eqn.outvars]
-                again = self.choice.repeated(eqn, operands, targets) if eqn.ctx is context else None
-                results = again or self.equation(eqn, operands, targets)
-                rule = RULES.get(eqn.primitive)
-                if rule and (isinstance(rule, Elementwise) or eqn.primitive in REARRANGING):
-                    # Weakly: the planner is freed together with what it remembers.
-                    local = functools.partial(rule.local, weakref.proxy(self))
-                    self.mover.remember(Made(results[0], eqn, tuple(operands), local))
+                copied = eqn.ctx is context and self.choice.repeated(eqn, operands, targets)
+                if copied:
+                    results = self.named(eqn, operands, copied)
+                else:
+                    results = self.equation(eqn, operands, targets)
                 made = dict(zip(eqn.outvars, results, strict=True))
                 env.update(made)
                 self.seen.made(made)
         return [read(a) for a in jaxpr.outvars]
 
+    def named(self, eqn: JaxprEqn, operands: list[Tile], results: list[Tile]) -> list[Tile]:
+        """The results as values that can be looked up, and recomputed if operators allow it."""
+        if eqn.primitive in MARKS:  # the operand, under another sharding
+            results = [replace(results[0], value=operands[0].value)]
+        rule, made = RULES.get(eqn.primitive), None
+        if rule and (isinstance(rule, Elementwise) or eqn.primitive in REARRANGING):
+            # Weakly: the planner is freed together with what it remembers.
+            local = functools.partial(rule.local, weakref.proxy(self))
+            made = Made(results[0], eqn, tuple(operands), local)
+        pairs = zip(eqn.outvars, results, strict=True)
+        return [self.mover.remember(var, tile, made) for var, tile in pairs]
+
     def equation(self, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
         """The results of one equation, on tiles: by its rule, then under their shardings."""
         with on_behalf_of(eqn):
             results = rule_of(eqn, tiles, self.strict).partition(self, eqn, tiles, targets)
+            results = self.named(eqn, tiles, results)
             for number, (result, target) in enumerate(zip(results, targets, strict=True)):
                 if result.sharding is target and result.is_standard:
                     continue

@@ -8,11 +8,11 @@ from gshard.reproducible import rules  # noqa: F401  (registers the operators)
 from gshard.reproducible.merge import merge_trees
 from gshard.reproducible.order import fix_order
 from gshard.reproducible.pins import pin_rounded
-from gshard.reproducible.products import COMPILER_OPTIONS, OPAQUE
+from gshard.reproducible.products import COMPILER_OPTIONS
 
 REPRODUCIBLE = Variant(
     passes=(fix_order, pin_rounded, merge_trees),
     rewrites=False,  # the order of sums is final
     compiler_options=COMPILER_OPTIONS,
-    first_argument=OPAQUE,
+    opaque_first=True,
 )

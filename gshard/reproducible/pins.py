@@ -58,7 +58,7 @@ _CORE = {"triangular_solve": 2, "ormqr": 2, "tridiagonal_solve": 1}
 def pin_rounded(program: ClosedJaxpr) -> ClosedJaxpr:
     """The program with pins after what is rounded.
 
-    Its first constant is the number with which values are pinned (see `OPAQUE`).
+    Its first constant is the number with which values are pinned (`Place.opaque`).
     """
     pinned = _pin_bodies(program)
     opaque = Var(ShapedArray((), np.dtype(np.uint32)))

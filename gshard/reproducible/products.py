@@ -20,9 +20,6 @@ from jax import lax
 
 from gshard.tensors.devices import Place
 
-OPAQUE = "opaque"  # in `Place.known`: 32 bits that are all set, which the compiler cannot know; the
-# first argument of a reproducible program
-
 # A GPU's kernels must not be chosen by trying which is fastest: that depends on sizes, and on the
 # day. Atomic additions have no order.
 COMPILER_OPTIONS = {
@@ -50,7 +47,8 @@ def pinned(place: Place, x: jax.Array, other: jax.Array | None = None) -> jax.Ar
         return lax.complex(*(pinned(place, part, part_of_other) for part, part_of_other in parts))
     size = x.dtype.itemsize * 8
     unsigned = jnp.dtype(f"uint{size}")
-    ones = place.known[OPAQUE].astype(unsigned)
+    assert place.opaque is not None
+    ones = place.opaque.astype(unsigned)
     if size == 64:
         ones = lax.shift_left(ones, jnp.asarray(32, unsigned)) | ones
     bits = lax.bitcast_convert_type(x, unsigned) & ones

@@ -25,7 +25,7 @@ from gshard.reproducible.primitives import (
     scatter_in_order_p,
     tree_sum_p,
 )
-from gshard.reproducible.products import OPAQUE, chained_product, pinned
+from gshard.reproducible.products import chained_product, pinned
 from gshard.rules.base.rule import Context, Doc, Elementwise, Rule, Way, bind_local, register, rule
 from gshard.rules.base.ways import FactorSplit, by_factors
 from gshard.rules.contraction import dot_factors, dot_work
@@ -127,14 +127,14 @@ def _in_one_piece(
     inner = eqn.replace(primitive=eqn.params["of"], params=dict(eqn.params["params"]))
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
-        own = [replace(t, array=a) for t, a in zip(clean, arrays, strict=True)]
+        own = [t.holding(a) for t, a in zip(clean, arrays, strict=True)]
         return list(bind_local(ctx, inner, own, shapes))
 
     arrays = [t.array for t in clean]
     if eqn.effects:
         return run(*arrays)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(run, *arrays)]
-    return lax.cond(ctx.place.known[OPAQUE] != 0, run, lambda *_: zeros, *arrays)
+    return lax.cond(ctx.place.opaque != 0, run, lambda *_: zeros, *arrays)
 
 
 def tree_ways(

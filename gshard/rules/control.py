@@ -46,7 +46,7 @@ class _TiledScan:
         """The results of the body."""
         arguments = [
             *self.consts,
-            *(replace(t, array=a) for a, t in zip(carried, self.carry, strict=True)),
+            *(t.holding(a) for a, t in zip(carried, self.carry, strict=True)),
             *(
                 Tile(a, replace(t.sharding, splits=t.sharding.splits[1:]), t.shape[1:])
                 for a, t in zip(slices, self.xs, strict=True)
@@ -94,9 +94,9 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    finished = [replace(t, array=a) for a, t in zip(last, loop.carry, strict=True)]
+    finished = [t.holding(a) for a, t in zip(last, loop.carry, strict=True)]
     return finished + [
-        replace(t, array=a, sharding=_stacked(t.sharding), shape=(params["length"], *t.shape))
+        Tile(a, _stacked(t.sharding), (params["length"], *t.shape), t.origin)
         for a, t in zip(stacked, made, strict=True)
     ]
 

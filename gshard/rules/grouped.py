@@ -6,7 +6,6 @@ Every row is sent once, by an AllToAll.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ from gshard.rules.base.rule import Context, Doc, Way, rule
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, Split, compatible
-from gshard.tensors.tile import Identity, Tile, byte_size
+from gshard.tensors.tile import Tile, byte_size
 
 _ROUNDS = "repeated for overflow, if the numbers are unbalanced"
 
@@ -126,7 +125,7 @@ def _taken_here(
     begin = limits.starts[number] if limits else number * size
     mine = jnp.minimum(begin + lax.iota(jnp.int32, size), wanted.size - 1)
     found = lax.broadcast_in_dim(inside[mine], into.array.shape, (0,))
-    return replace(into, array=jnp.where(found, table.array[wanted[mine]], into.array))
+    return into.holding(jnp.where(found, table.array[wanted[mine]], into.array))
 
 
 def put_ways(
@@ -195,7 +194,7 @@ def _added_here(
     sums = combine(ctx.place, part, "sum", target)
     sums = ctx.reshard(sums, target, Reason("result", "put_rows"))
     into = ctx.reshard(x, target, Reason("operand", "put_rows"))
-    return replace(sums, array=into.array + sums.array)
+    return sums.holding(into.array + sums.array)
 
 
 def _sent(
@@ -215,7 +214,7 @@ def _sent(
     array = send_rows(
         ctx.place, x.array, transfers, number, parts.tiles, between, into.array, put, reason
     )
-    return replace(into, array=array)
+    return into.holding(array)
 
 
 def _row_sharding(
@@ -263,12 +262,10 @@ def _places(
 
 def limits_of(ctx: Context, groups: ExpertGroups, sizes: Tile) -> Bounds:
     """The bounds of groups and devices, computed once for the same sizes."""
-    whole = _replicated(ctx, sizes)
-    key = (groups, Identity(whole))
-    if key not in ctx.place.known:
-        ctx.place.known[key] = bounds(groups, whole)
-        ctx.place.known[groups.ragged] = groups, ctx.place.known[key]
-    return ctx.place.known[key]
+    known, key = ctx.place.bounds, (groups, sizes.value)
+    if key not in known:
+        known[key] = bounds(groups, _replicated(ctx, sizes))
+    return known[key]
 
 
 def _replicated(ctx: Context, tile: Tile) -> jax.Array:

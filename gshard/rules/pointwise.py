@@ -30,6 +30,7 @@ def one_to_one(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, names, names, ordered=())
 
 
+MARKS = (annotate_p, p.sharding_constraint_p)  # the operand, under another sharding
 POINTWISE = (
     "abs", "acos", "acosh", "add_jaxvals", "add", "and", "asin", "asinh", "atan2", "atan", "atanh",
     "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
@@ -88,6 +89,5 @@ register(
         level=0,
         doc=Doc(free="every dim"),
     ),
-    annotate_p,
-    p.sharding_constraint_p,
+    *MARKS,
 )

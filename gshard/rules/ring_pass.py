@@ -8,7 +8,7 @@ the device; sums over queries are passed on with their block of keys.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -176,7 +176,7 @@ class _Round:
         if block_mask is None:
             return computed(state)
         (mask,) = self.partitioner(place, block_mask.body).run(block_mask.body, parts)
-        mask = replace(mask, array=mask.array if block_mask.seen else ~mask.array)
+        mask = mask.holding(mask.array if block_mask.seen else ~mask.array)
         needed = jnp.any(mask.masked(place, False).array)
         if block_mask.shift is not None:
             shift = parts[self.body.invars.index(block_mask.shift)].masked(place, jnp.inf).array
@@ -280,7 +280,7 @@ class _Round:
         part = times * jnp.sum(powers, own.index(self.ring.keys))
         state[top], state[total] = highest, state[total] * less + part
         for s in softmax.weighted:
-            n, weights = number(s), replace(logits, array=powers.astype(s.scores.aval.dtype))
+            n, weights = number(s), logits.holding(powers.astype(s.scores.aval.dtype))
             part = self.summed(s, weights, values, place, state[n].dtype)
             state[n] = state[n] * _along(less, names, self.ring.names[s.out], part.shape) + part
 
@@ -307,8 +307,9 @@ class _Round:
         operands = zip(self.body.invars, self.tiles, self.passed, strict=True)
         pairs = [self.pairs(v, t.sharding, passes) for v, t, passes in operands]
         number: dict[Any, int] = {}  # a value that is read as two operands is sent once
-        ways = zip(self.tiles, pairs, strict=True)
-        of = [number.setdefault((t.key, str(way)), len(number)) for t, way in ways]
+        ways = enumerate(zip(self.tiles, pairs, strict=True))
+        keys = [(t.value or n, t.sharding, str(way)) for n, (t, way) in ways]
+        of = [number.setdefault(key, len(number)) for key in keys]
         passing = [(self.tiles[n].array, pairs[n]) for n in map(of.index, number.values())]
         back = [
             self.pairs(s.out, sharding, s.over != KEYS)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -95,7 +95,7 @@ def bring(
     inside = None if fill is None else existing(ctx, brought, dim, starts)
     if inside is None:
         return brought
-    return replace(brought, array=lax.select(inside, x, jnp.full(x.shape, fill, x.dtype)))
+    return brought.holding(lax.select(inside, x, jnp.full(x.shape, fill, x.dtype)))
 
 
 def existing(ctx: Context, tile: Tile, dim: int, starts: np.ndarray) -> jax.Array | None:

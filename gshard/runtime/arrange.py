@@ -68,9 +68,8 @@ def arrange(
     into, out_of = tuple(crossing[: len(inputs)]), tuple(crossing[len(inputs) :])
 
     def on_device(*arrays: jax.Array) -> list[jax.Array]:
-        first = captured.variant.first_argument
-        known = {first: arrays[0]} if first else {}
-        place = Place(mesh.axis_names, count, known)
+        opaque = arrays[0] if captured.variant.opaque_first else None
+        place = Place(mesh.axis_names, count, opaque=opaque)
         tiles = [p.enter(a) for p, a in zip(into, arrays, strict=True)]
         results = [p.leave(t) for p, t in zip(out_of, local(place, tiles), strict=True)]
         return [_of_type(x, aval) for x, aval in zip(results, captured.types, strict=True)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,10 +22,8 @@ from gshard.graph import map_bodies
 from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.history import History
 from gshard.moving import inventory
-from gshard.moving.seen import replaced
 from gshard.planning.emission import emit
 from gshard.planning.emission.record import recorded, run_id
-from gshard.planning.improve.expand import expand
 from gshard.planning.plan import Plan
 from gshard.runtime.arrange import Arrangement
 from gshard.runtime.ports import Port
@@ -176,7 +173,8 @@ class Program(GlobalFunction):
     def _emitted(self) -> ClosedJaxpr:
         """The emitted program as a function of global arrays."""
         mesh, mapped = self.mesh, self.arranged.mapped
-        jaxpr = emit(self.finished, tuple(mesh.shape.items()))
+        jaxpr, names = emit(self.finished, tuple(mesh.shape.items()))
+        self.passes.renamed |= names
         self.passes.add("emit", jaxpr, inventory.collective_note)
         place = recording.folder(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
         if place is not None:
@@ -219,20 +217,9 @@ class Program(GlobalFunction):
             [(p.sharding, p.shape) for p in self.into],
             [(p.sharding, p.shape) for p in self.out_of],
             self.consts,
-            self.arranged.seen.after(self._replaced()),
+            self.arranged.seen.after(self.passes.now),
             self.captured.original,
         )
-
-    def _replaced(self) -> dict[Any, Any]:
-        """The variables of the plan that passes replaced, and those in their places."""
-        stages = self.passes.programs
-        names = list(stages)
-        plans = [stages[n] for n in names[names.index("plan") : names.index("expand")]]
-        same: dict[Any, Any] = {}
-        for before, after in itertools.pairwise(plans):
-            same |= replaced(before, after)
-        expand(self.plan.jaxpr, same)
-        return same
 
     def collectives(self, beside: inventory.Beside) -> list[inventory.Collective]:
         """The collectives, with their bytes and lines."""

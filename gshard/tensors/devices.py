@@ -46,6 +46,12 @@ class Table:
         return str(self.rows.tolist()).replace(" ", "")
 
 
+@cached
+def _numbers(count: int) -> Table:
+    """The number of each device."""
+    return Table.of(np.arange(count))
+
+
 lookup_p = Primitive("lookup")  # a device's row of a `table`
 
 
@@ -73,21 +79,31 @@ class Place:
 
     axes: tuple[str, ...]
     num_devices: int
-    known: dict[Any, Any] = field(default_factory=dict, compare=False)
-    made: dict[Any, Any] = field(default_factory=dict, compare=False)  # `moving.recompute.Made`
     planned: bool = True  # False: collectives are called at once, and are not nodes of a plan
     blocks: int = 1
+    opaque: jax.Array | None = None  # 32 bits that are all set, which the compiler cannot know
+    rows: dict[Table, jax.Array] = field(default_factory=dict, compare=False)  # looked up so far
+    masks: dict[bytes, Any] = field(default_factory=dict, compare=False)  # by `where`
+    zeros: dict[Any, jax.Array] = field(default_factory=dict, compare=False)  # of a shape and type
+
+    bounds: dict[Any, Any] = field(default_factory=dict, compare=False)  # of `rules.grouped`
 
     def inner(self) -> Place:
         """The same devices for the body of a loop or branch, which may not leak values out."""
-        return replace(self, known=dict(self.known), made=dict(self.made))
+        rows, masks, zeros, bounds = map(dict, (self.rows, self.masks, self.zeros, self.bounds))
+        return replace(self, rows=rows, masks=masks, zeros=zeros, bounds=bounds)
+
+    def numbered(self, number: Any) -> Place:
+        """The same devices, of which this one has the number given."""
+        return replace(self, rows={_numbers(self.num_devices): number})
 
     def device_id(self) -> jax.Array:
         """The id of this device, at run time."""
-        if "id" not in self.known:
+        key = _numbers(self.num_devices)
+        if key not in self.rows:
             number = lax.axis_index(self.axes)
-            self.known["id"] = number % self.num_devices if self.blocks > 1 else number
-        return self.known["id"]
+            self.rows[key] = number % self.num_devices if self.blocks > 1 else number
+        return self.rows[key]
 
     def in_all_blocks(self, groups: Sequence[tuple[int, ...]]) -> Groups:
         """Groups of devices, or pairs of them, of every block."""
@@ -101,21 +117,19 @@ class Place:
         table = np.asarray(table, np.int32)
         if (table == table[:1]).all():
             return int(table[0]) if table.ndim == 1 else jnp.asarray(table[0])
-        if table.ndim == 1 and (table == np.arange(len(table))).all():
-            return self.device_id()
-        key = Table.of(table)
-        if key not in self.known:
-            self.known[key] = lookup_p.bind(self.device_id(), table=key)
-        return self.known[key]
+        key, number = Table.of(table), self.device_id()
+        if key not in self.rows:
+            self.rows[key] = lookup_p.bind(number, table=key)
+        return self.rows[key]
 
     def where(self, devices: np.ndarray, x: jax.Array, other: jax.Array | None = None) -> jax.Array:
         """`x` on the devices that `devices` is true for, `other` (or zeros) on all others."""
-        own, nothing = ("own", devices.tobytes()), ("zeros", x.shape, x.dtype)
-        if own not in self.known:
-            self.known[own] = self.lookup(devices.astype(np.int32)) == 1
-        if other is None and nothing not in self.known:
-            self.known[nothing] = padding.blank(x.shape, x.dtype)
-        return lax.select_n(self.known[own], self.known[nothing] if other is None else other, x)
+        own, nothing = devices.tobytes(), (x.shape, x.dtype)
+        if own not in self.masks:
+            self.masks[own] = self.lookup(devices.astype(np.int32)) == 1
+        if other is None and nothing not in self.zeros:
+            self.zeros[nothing] = padding.blank(x.shape, x.dtype)
+        return lax.select_n(self.masks[own], self.zeros[nothing] if other is None else other, x)
 
     def start(self, table: np.ndarray) -> jax.Array:
         """A row of one number as a slice's start: of 32 bits, as all starts need one dtype."""

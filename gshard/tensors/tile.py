@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,22 +18,12 @@ from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
 
 
-class Identity:
-    """An array, or another object without a hash, as a key: kept alive, compared by identity."""
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A value of the program: its variable, and how it can be recomputed (`moving.recompute`)."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-Key = tuple[Identity, tuple[int, ...]]
+    var: Any
+    made: Any = None
 
 
 class Held(NamedTuple):
@@ -55,7 +45,9 @@ class Tile:
     Along a split dim tile c starts at row c * array.shape[dim]. That size is the sharding's
     `ceil(size / tiles)`, except temporarily: a reshard or a reshape may leave larger tiles for
     `moving.retile` to even out. `origin` is the operator that left a value unreduced, for the
-    reason of the collective that will reduce it, and `held` the rows of it that are not zero.
+    reason of the collective that will reduce it, and `held` the rows of it that are not zero. Tiles
+    of one `value` under several shardings have it in common; what an operator computes on the way
+    to its results has none.
     """
 
     array: jax.Array
@@ -63,14 +55,11 @@ class Tile:
     shape: tuple[int, ...]
     origin: str = ""
     held: Held | None = None
+    value: Value | None = None
 
-    @property
-    def key(self) -> Key:
-        """What is known of this value is found by this key.
-
-        A reshape may change nothing on a device: one array is then a tile of two tensors.
-        """
-        return Identity(self.array), self.shape
+    def holding(self, array: jax.Array) -> Tile:
+        """Other elements, under the same sharding."""
+        return replace(self, array=array, value=None)
 
     @property
     def is_standard(self) -> bool:

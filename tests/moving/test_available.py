@@ -1,5 +1,7 @@
 """What planning may use in place of a reshard: copies under other shardings, and views of them."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from gshard.moving.recompute import Made
 from gshard.moving.seen import Seen
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tile, Value
 from tests.oracle import even_split
 
 DEVICES = 4
@@ -25,7 +27,8 @@ def under(assignment) -> Sharding:
 
 def tile_of(shape, sharding: Sharding) -> Tile:
     local = sharding.local_shape(shape)
-    return Tile(jnp.arange(np.prod(local), dtype=jnp.float32).reshape(local), sharding, shape)
+    array = jnp.arange(np.prod(local), dtype=jnp.float32).reshape(local)
+    return Tile(array, sharding, shape, value=Value(None))
 
 
 WHOLE = Sharding.replicated(3, DEVICES)
@@ -44,7 +47,7 @@ def test_a_tensor_is_found_under_the_sharding_to_which_it_was_moved_and_no_other
 
 def test_a_part_of_a_replicated_tensor_is_the_tensor_again():
     known, tile = Available(), tile_of(SHAPE, WHOLE)
-    known.add(tile, part := tile_of(SHAPE, ROWS))
+    known.add(tile, part := replace(tile_of(SHAPE, ROWS), value=tile.value))
     assert known.of(part)[WHOLE] is tile
 
 
@@ -69,11 +72,10 @@ def test_what_the_body_of_a_loop_moves_is_not_available_outside():
 def viewed(fn, source: Tile, sharding: Sharding) -> tuple[Mover, Tile]:
     """A view of `source`, and what brings it under other shardings."""
     (eqn,) = jax.make_jaxpr(fn)(jnp.zeros(SHAPE)).eqns
-    result = tile_of(eqn.outvars[0].aval.shape, sharding)
+    result = replace(tile_of(eqn.outvars[0].aval.shape, sharding), value=None)
     mover = Mover(Place(("devices",), DEVICES), Seen())
     local = lambda eqn, tiles, shapes: bind(eqn, [t.array for t in tiles])  # noqa: E731  (short)
-    mover.remember(Made(result, eqn, (source,), local))
-    return mover, result
+    return mover, mover.remember(eqn.outvars[0], result, Made(result, eqn, (source,), local))
 
 
 @pytest.mark.parametrize("order", [(1, 2, 0), (2, 0, 1), (0, 2, 1)])
@@ -99,4 +101,4 @@ def test_a_reversed_dim_that_is_split_is_not_reversed_in_place():
     mover, result = viewed(lambda x: lax.rev(x, (0,)), source, WHOLE)
     for moved in (tile_of(SHAPE, ROWS), tile_of(SHAPE, COLUMNS)):
         mover.available.add(source, moved)
-    assert mover.forms(result) == {COLUMNS}
+    assert mover.forms(result) == {WHOLE, COLUMNS}

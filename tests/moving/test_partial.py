@@ -83,7 +83,7 @@ def test_a_reduction_costs_what_its_nodes_send(case):
     here, kind, target, shape, dtype = case
 
     def run(x, device):
-        place = Place((), here.num_devices, {"id": device})
+        place = Place((), here.num_devices).numbered(device)
         done = combine(place, Tile(x, here, shape), kind, target)
         return reshard(place, done, target, Reason("step", "test")).array
 

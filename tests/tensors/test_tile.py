@@ -47,7 +47,7 @@ def test_values_of_two_types_on_some_devices():
     chosen = np.arange(4) == 2
 
     def both(number):
-        place = Place(("devices",), 4, {"id": number})
+        place = Place(("devices",), 4).numbered(number)
         return place.where(chosen, jnp.ones(3)), place.where(chosen, jnp.ones(3, jnp.int32))
 
     for number in range(4):

@@ -39,7 +39,7 @@ from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints, MemoryMo
 from gshard.autosharding.traced import border_ends, border_table, leaving_borders
 from gshard.forecast.hardware import Hardware
 from gshard.propagation.flow import Edge, Flow
-from gshard.tensors.tile import Identity, byte_size
+from gshard.tensors.tile import byte_size
 
 # Between two layouts that take as long, the one that holds less of its arguments is better: holding
 # an argument counts as reading this part of it.
@@ -351,7 +351,7 @@ class ModelBuilder:
             return
         shapes = tuple((a.aval.shape, byte_size((), a.aval.dtype)) for a in tensors)
         traffic, shares = self.work.of(edge.eqn), self.shares(edge)
-        kind = Identity(edge.factors), shapes, edge.runs, primitive_of(edge), traffic, shares
+        kind = id(edge.factors), shapes, edge.runs, primitive_of(edge), traffic, shares
         if kind not in self.known:  # all that the costs of an operator depend on
             self.known[kind] = self.prices.of(edge, traffic, shares)
         priced = self.known[kind]

@@ -17,13 +17,12 @@ from jax.extend.core import primitives as p
 
 from gshard.graph import LOOPS, Graph, live, map_bodies
 from gshard.graph.graph import MAX_INDICES
-from gshard.graph.history import Pass
 from gshard.graph.regions import counts_of
 
 Rewrite = Callable[[Graph], list[JaxprEqn]]
 
 
-def in_every_body(rewrite: Rewrite) -> Pass:
+def in_every_body(rewrite: Rewrite) -> Callable[[ClosedJaxpr], ClosedJaxpr]:
     """The pass that rewrites a program: the bodies of its loops first, the innermost before all."""
 
     @functools.wraps(rewrite)

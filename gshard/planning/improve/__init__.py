@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from jax.extend.core import Jaxpr
 
 from gshard._jax import drop_unused
+from gshard.graph.history import Pass
 from gshard.planning.improve.combine import combine
 from gshard.planning.improve.expand import expand
 from gshard.planning.improve.share import share
 
-Pass = Callable[[Jaxpr], Jaxpr]
-
 # `drop_unused`: a loop gives all values that it carries, needed or not, and the planner reduces or
 # moves each of its results as if it were.
-PASSES: tuple[Pass, ...] = (share, drop_unused)
-FINAL_PASSES: tuple[Pass, ...] = (expand, combine)  # make collectives of nodes: what is emitted
+PASSES: tuple[Pass[Jaxpr], ...] = (share, drop_unused)
+FINAL_PASSES: tuple[Pass[Jaxpr], ...] = (expand, combine)  # make collectives of nodes

@@ -16,30 +16,22 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard._jax import Var, drop_unused
-from gshard.graph import at_every_level, renamed
+from gshard.graph import Names, renamed, renaming
 from gshard.graph.reason import NO_REASON, Reason
 from gshard.graph.source import reason_of
 from gshard.moving.nodes import UNEXPLAINED, Node, Sizes, code_of, node_of
 from gshard.tensors.devices import lookup_p
 
 
-def expand(plan: Jaxpr, same: dict[Any, Any] | None = None) -> Jaxpr:
-    """The plan, in which all nodes are collectives.
-
-    Variables that others replace are added to `same`, if given.
-    """
-    same = {} if same is None else same
-    expanded = with_code(plan, (), lambda node: node.needs_device, same)
-    if expanded is plan:
-        return plan
+def expand(plan: Jaxpr) -> tuple[Jaxpr, Names]:
+    """The plan, in which all nodes are collectives."""
+    expanded, names = with_code(plan, (), lambda node: node.needs_device)
     # Most nodes do not use the device's number, which they have as an operand.
-    return drop_unused(expanded)
+    return (plan if expanded is plan else drop_unused(expanded)), names
 
 
-@at_every_level
-def with_code(
-    plan: Jaxpr, sizes: Sizes, which: Callable[[Node], bool], same: dict[Any, Any]
-) -> Jaxpr:
+@renaming
+def with_code(plan: Jaxpr, same: Names, sizes: Sizes, which: Callable[[Node], bool]) -> Jaxpr:
     """The plan with the nodes that `which` is true of replaced by their code.
 
     `sizes` are those of the axes of the mesh, which only the code of collectives needs.

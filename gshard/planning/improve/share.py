@@ -9,15 +9,14 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard.graph import at_every_level, renamed
+from gshard.graph import Names, renamed, renaming
 from gshard.moving.nodes import node_of
 
 
-@at_every_level
-def share(plan: Jaxpr) -> Jaxpr:
+@renaming
+def share(plan: Jaxpr, names: Names) -> Jaxpr:
     """The plan with equal nodes merged."""
     eqns: list[JaxprEqn] = []
-    names: dict[Any, Any] = {}
     made: dict[Any, Any] = {}
     for eqn in plan.eqns:
         eqn = renamed(eqn, names) if names else eqn
@@ -29,7 +28,7 @@ def share(plan: Jaxpr) -> Jaxpr:
                 names[out] = first
                 continue
         eqns.append(eqn)
-    if not names:
+    if len(eqns) == len(plan.eqns):
         return plan
     outvars = [a if isinstance(a, Literal) else names.get(a, a) for a in plan.outvars]
     return plan.replace(eqns=eqns, outvars=outvars)

@@ -154,8 +154,7 @@ class _Rows(NamedTuple):
         """Operands with 1 in the place of what others' rows are multiplied by, before a sum."""
         if self.held and self.is_product and not self.after:
             for n, dims in self.dims.items():
-                array = self.held.select(tiles[n].array, dims, 1)
-                tiles[n] = replace(tiles[n], array=array)
+                tiles[n] = tiles[n].holding(self.held.select(tiles[n].array, dims, 1))
         return tiles
 
     def of_product(self, array: jax.Array) -> jax.Array:
