@@ -18,8 +18,7 @@ from jax.extend.core import Jaxpr, Literal
 from jax.extend.core import primitives as p
 
 from gshard.forecast.compilers import Compiler, Places
-from gshard.forecast.dataflow import Body, DeviceOperator
-from gshard.forecast.ops import size_of
+from gshard.forecast.dataflow import Body, DeviceOperator, size_of
 
 
 @dataclass(frozen=True)

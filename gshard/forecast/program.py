@@ -10,8 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import scan_p
 
 from gshard.forecast.compilers import COMPILERS, fused
-from gshard.forecast.dataflow import Body, Dataflow, LoopBodies, Walked
-from gshard.forecast.ops import inlined
+from gshard.forecast.dataflow import Body, Dataflow, LoopBodies, Walked, inlined
 from gshard.forecast.work import multiplies, product_flops
 from gshard.graph.regions import LOOPS, bodies, counts_of
 from gshard.graph.source import trips
@@ -37,12 +36,13 @@ def body_of(jaxpr: Jaxpr, compiler: str, devices: int = 1) -> Body:
 
 def _loop(eqn: JaxprEqn, compiler: str, devices: int) -> LoopBodies:
     """The bodies of a loop or branch."""
-    inner = [body_of(body, compiler, devices) for body in bodies(eqn)]
-    runs = [Fraction(trips(eqn))] * len(inner)
+    jaxprs, times = bodies(eqn), trips(eqn)
+    scan = counts_of(eqn) if eqn.primitive is scan_p else None
+    inner = [body_of(body, compiler, devices) for body in jaxprs]
+    runs = [Fraction(times)] * len(inner)
     if ticks := Ticks.of(eqn):
         slowest = ticks.slowest([_work(body) for body in inner])
         runs = [Fraction(count, ticks.runs) for count in slowest]
-    scan = counts_of(eqn) if eqn.primitive is scan_p else None
     copies = COMPILERS[compiler].stacking(eqn, inner[0]) if scan else []
     return LoopBodies(inner, runs, scan, copies)
 

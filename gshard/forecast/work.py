@@ -17,9 +17,8 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.forecast.dataflow import DeviceOperator
+from gshard.forecast.dataflow import DeviceOperator, Op, elements, size_of
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.ops import Op, elements, size_of
 from gshard.graph.kinds import KERNELS, PRODUCTS, SCATTERS
 from gshard.graph.regions import bodies, runs_of
 from gshard.moving.costs import passes

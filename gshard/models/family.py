@@ -22,7 +22,7 @@ from gshard.forecast import hardware as hardware_of
 from gshard.forecast.collective import Topology
 from gshard.forecast.report import OUTSIDE
 from gshard.nn import FAMILY, Model, Strategy, adafactor, init_state, train_step
-from gshard.nn.settings import Dispatch
+from gshard.nn.config import Dispatch
 
 REMATERIALIZED = 36  # layers from which on the paper rematerializes
 GROUP = 2048  # tokens of a group at most: beyond that the one-hot masks grow too large

@@ -13,9 +13,8 @@ from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.config import OptimizerConfig, RunConfig, TrainConfig
 from gshard.mt.errors import UserError, nearest
-from gshard.nn.config import TransformerConfig
+from gshard.nn.config import GatingConfig, TransformerConfig
 from gshard.nn.family import FAMILY, Model
-from gshard.nn.settings import GatingConfig
 
 
 def _model(

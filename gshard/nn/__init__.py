@@ -6,15 +6,14 @@ from gshard import _lazy
 
 if _TYPE_CHECKING:
     from gshard.nn.attention import Attention, KeysValues, segment_mask
-    from gshard.nn.config import Batch, TransformerConfig
+    from gshard.nn.config import Batch, GatingConfig, TransformerConfig
     from gshard.nn.experts import Experts, MoE
     from gshard.nn.family import FAMILY, Model
     from gshard.nn.gating import Routed, RouterMetrics, Routing, route
     from gshard.nn.layers import Embedding, FeedForward, LayerNorm
     from gshard.nn.optimizer import adafactor, adam, inverse_sqrt, per_matrix
     from gshard.nn.pair import PairCache
-    from gshard.nn.remat import choose_remat
-    from gshard.nn.settings import GatingConfig
+    from gshard.nn.shapes import choose_remat
     from gshard.nn.step import (
         StepMetrics,
         TrainState,
@@ -68,18 +67,17 @@ _lazy.attach(
     "gshard.nn",
     {
         "gshard.nn.attention": "Attention KeysValues segment_mask",
-        "gshard.nn.config": "Batch TransformerConfig",
+        "gshard.nn.config": "Batch GatingConfig TransformerConfig",
         "gshard.nn.experts": "Experts MoE",
         "gshard.nn.family": "FAMILY Model",
         "gshard.nn.gating": "Routed RouterMetrics Routing route",
         "gshard.nn.layers": "Embedding FeedForward LayerNorm",
         "gshard.nn.optimizer": "adafactor adam inverse_sqrt per_matrix",
         "gshard.nn.pair": "PairCache",
-        "gshard.nn.remat": "choose_remat",
+        "gshard.nn.shapes": "choose_remat",
         "gshard.nn.step": (
             "StepMetrics TrainState cross_entropy eval_step init_state loss train_step"
         ),
-        "gshard.nn.settings": "GatingConfig",
         "gshard.nn.strategy": "Strategy",
         "gshard.nn.transformer": "ModelMetrics ModelRoutings Transformer",
     },

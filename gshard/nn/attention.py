@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from gshard.nn import float8, int8
+from gshard.nn.config import AttentionKind, Products, Random
 from gshard.nn.flash import joint_attention, seed_from_row
 from gshard.nn.hashing import seed_of
 from gshard.nn.kernels import cached
 from gshard.nn.layers import biased, dropout, init_weight
 from gshard.nn.segments import Segments, segment_mask
-from gshard.nn.settings import AttentionKind, Products, Random
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
 __all__ = ["Attention", "AttentionKind", "Buffers", "KeysValues", "Segments", "segment_mask"]

@@ -21,14 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gshard.nn import float8
-from gshard.nn.exact import float32_logits
-from gshard.nn.exchange import Annotate, exchanged
-from gshard.nn.flat import flat_dropless, flat_groups
-from gshard.nn.gating import Routed, RouterMetrics, Routing, route
-from gshard.nn.grouped import fits, grouped_product
-from gshard.nn.int8 import product
-from gshard.nn.layers import biased, dropout, init_weight, relu, split_key
-from gshard.nn.settings import (
+from gshard.nn.config import (
     PAPER_GATING,
     Dispatch,
     Exchange,
@@ -36,6 +29,13 @@ from gshard.nn.settings import (
     Products,
     Random,
 )
+from gshard.nn.exact import float32_logits
+from gshard.nn.exchange import Annotate, exchanged
+from gshard.nn.flat import flat_dropless, flat_groups
+from gshard.nn.gating import Routed, RouterMetrics, Routing, route
+from gshard.nn.grouped import fits, grouped_product
+from gshard.nn.int8 import product
+from gshard.nn.layers import biased, dropout, init_weight, relu, split_key
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
 Drop = Callable[[Array], Array]

@@ -16,8 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from gshard.nn.config import Batch, TransformerConfig
-from gshard.nn.settings import GatingConfig
+from gshard.nn.config import Batch, GatingConfig, TransformerConfig
 from gshard.nn.strategy import Strategy
 from gshard.nn.transformer import Transformer
 

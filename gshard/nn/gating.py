@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gshard.nn.settings import GatingConfig
+from gshard.nn.config import GatingConfig
 
 
 class Routing(NamedTuple):

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from gshard.nn import float8
+from gshard.nn.config import Products, Random
 from gshard.nn.hashing import hash_dropout, seed_of
 from gshard.nn.int8 import looked_up, product
 from gshard.nn.norm import fits, normalize, normalize_beside
-from gshard.nn.settings import Products, Random
 from gshard.nn.strategy import Strategy
 
 

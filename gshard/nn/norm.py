@@ -20,7 +20,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from gshard.nn.settings import EPSILON
+from gshard.nn.config import EPSILON
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.tensors.annotate import target_platform
 

@@ -1,10 +1,11 @@
-"""The names and shapes of a model's weights, from its configuration alone and without JAX."""
+"""What follows from a configuration, without JAX: shapes of weights, arithmetic, remat."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import get_args
 
-from gshard.nn.config import TransformerConfig
+from gshard.nn.config import Remat, TransformerConfig
 
 Shape = tuple[int, ...]
 
@@ -66,3 +67,50 @@ def _products(
     if c.biases:
         yield f"{name}.bi", (*leading, hidden)
         yield f"{name}.bo", (*leading, c.model_dim)
+
+
+def forward_flops(config: TransformerConfig) -> tuple[int, int]:
+    """Multiplications and additions for one source token and for one target token.
+
+    Only products with weights count, which is the useful work: a token visits `top_k` experts
+    however many slots their buffers have, and scores between tokens are left out, since they
+    depend on how sentences are packed.
+    """
+    c = config
+    attention = c.model_dim * c.heads * 2 * (c.key_dim + c.value_dim)
+    dense = 2 * c.model_dim * c.hidden_dim
+    hidden = c.expert_hidden_dim or c.hidden_dim
+    sparse = 2 * c.model_dim * hidden * (c.gating.top_k if c.experts else 1)
+    shared = 2 * c.model_dim * c.shared_hidden_dim if c.experts else 0
+    gate = c.model_dim * c.experts
+    pair = dense + sparse + shared + gate
+    decoder_pair = pair - gate if c.experts_in == "encoder" else pair
+    source = c.encoder_layers // 2 * (2 * attention + pair)
+    # The decoder's keys and values of the source are made from source tokens.
+    cross_source = c.decoder_layers * attention // 2
+    target = c.decoder_layers // 2 * (3 * attention + decoder_pair) + c.model_dim * c.target_vocab
+    return 2 * (source + cross_source), 2 * target
+
+
+def step_flops(config: TransformerConfig, source_tokens: float, target_tokens: float) -> float:
+    """A training step's: the backward pass does twice the work of the forward pass."""
+    source, target = forward_flops(config)
+    return 3.0 * (source * source_tokens + target * target_tokens)
+
+
+def choose_remat(remat: Remat | int, memory: Callable[[Remat], int]) -> Remat:
+    """A config's `remat`, or for a budget in bytes the cheapest setting that fits in it.
+
+    `memory` says how many bytes a step holds on each device under a setting, such as
+    `gshard.jit(step).lower(...).forecast().memory_bytes` of a `train_step` with this `remat`.
+    """
+    if not isinstance(remat, int):
+        return remat
+    settings: tuple[Remat, ...] = get_args(Remat)  # the fastest first
+    for setting in settings:
+        if (needed := memory(setting)) <= remat:
+            return setting
+    raise ValueError(
+        f"a step holds about {needed:,} bytes on each device even with rematerialization, but "
+        f"remat={remat:,}: use more devices, a smaller batch or bfloat16"
+    )

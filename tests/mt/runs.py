@@ -12,7 +12,7 @@ from gshard.mt.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from gshard.mt.run import Run
 from gshard.mt.training.checkpoint import Checkpoints
 from gshard.mt.training.loading import load_model
-from gshard.nn.settings import GatingConfig
+from gshard.nn.config import GatingConfig
 from gshard.nn.transformer import TransformerConfig
 from tests.nn import models
 

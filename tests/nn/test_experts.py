@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from gshard.nn.attention import Segments
+from gshard.nn.config import GatingConfig
 from gshard.nn.experts import DISPATCHES, MoE
 from gshard.nn.gating import route
 from gshard.nn.pair import Layer, Masks
-from gshard.nn.settings import GatingConfig
 from gshard.nn.strategy import Strategy
 from tests.nn import models
 

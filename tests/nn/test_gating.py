@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gshard.nn.config import GatingConfig
 from gshard.nn.gating import route
-from gshard.nn.settings import GatingConfig
 from tests.nn.gating_oracle import best_second, gate_group
 
 CONFIGS = [GatingConfig(), GatingConfig(second_expert="all"), GatingConfig(top_k=1)]

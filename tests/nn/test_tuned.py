@@ -19,6 +19,7 @@ from gshard.nn import (
     loss,
     train_step,
 )
+from gshard.nn.config import GatingConfig
 from gshard.nn.exact import float32_logits, parts
 from gshard.nn.experts import MoE
 from gshard.nn.flat import ExpertQueue, flat_dropless
@@ -26,7 +27,6 @@ from gshard.nn.gating import Routing, route
 from gshard.nn.grouped import Tiles, grouped_product, reference
 from gshard.nn.hashing import hash_dropout, hashed_bits, round_stochastically, seed_of
 from gshard.nn.layers import relu
-from gshard.nn.settings import GatingConfig
 from gshard.nn.step import weighted_nll
 from tests.nn import models
 from tests.oracle import kinds

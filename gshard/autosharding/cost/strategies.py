@@ -33,9 +33,8 @@ from gshard.autosharding.cost import (
 )
 from gshard.autosharding.cost.rates import Axes, LowerBoundRates, PartialSum, Rates
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats
-from gshard.forecast.dataflow import DeviceOperator
+from gshard.forecast.dataflow import DeviceOperator, Op, elements, size_of
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.ops import Op, elements, size_of
 from gshard.forecast.program import body_of, walk
 from gshard.forecast.work import (
     looks_up,

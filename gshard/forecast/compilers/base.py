@@ -14,8 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator
-from gshard.forecast.ops import Op
+from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator, Op
 
 DEAR = {
     p.exp_p, p.exp2_p, p.expm1_p, p.log_p, p.log1p_p, p.pow_p, p.sqrt_p, p.rsqrt_p, p.cbrt_p,

@@ -21,8 +21,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
 from gshard.forecast.compilers.base import DEAR, Compiler, Order, Places, in_order
-from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator
-from gshard.forecast.ops import Op, elements, size_of
+from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator, Op, elements, size_of
 from gshard.graph.regions import LOOPS, Stored
 from gshard.moving.inventory import transfers
 

@@ -19,8 +19,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard.forecast.compilers.base import Compiler
-from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator
-from gshard.forecast.ops import Op, elements, inlined
+from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator, Op, elements, inlined
 from gshard.graph.kinds import ALIASES, PRODUCTS
 from gshard.graph.regions import Stored, bodies, counts_of
 

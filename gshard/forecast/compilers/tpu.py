@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from gshard.forecast.compilers.base import Compiler
-from gshard.forecast.dataflow import Dataflow
-from gshard.forecast.ops import Op
+from gshard.forecast.dataflow import Dataflow, Op
 from gshard.graph.kinds import PRODUCTS
 
 

@@ -22,8 +22,8 @@ from gshard.mt.release.huggingface import inexpressible, layers_of
 from gshard.mt.release.make import CARD, card
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model
+from gshard.nn.config import EPSILON
 from gshard.nn.layers import sinusoids
-from gshard.nn.settings import EPSILON
 from gshard.nn.transformer import Transformer
 
 _POSITIONS = 2048

@@ -41,8 +41,7 @@ from gshard.mt.training import checksums
 from gshard.mt.training.names import named, unnamed
 from gshard.mt.training.released import VOCABULARY, verified_in
 from gshard.mt.training.weights import WEIGHTS, WeightsFile, write_weights
-from gshard.nn.config import TransformerConfig
-from gshard.nn.settings import GatingConfig
+from gshard.nn.config import GatingConfig, TransformerConfig
 from gshard.nn.transformer import Transformer
 
 MODEL = "model.json"  # the settings of an imported model

@@ -34,7 +34,7 @@ from gshard.mt.training.prepare import (
 from gshard.mt.training.programs import Programs, RunState, StepFigures, advice, joined, parts
 from gshard.mt.training.released import is_release
 from gshard.mt.training.stopping import Stop
-from gshard.nn.flops import step_flops
+from gshard.nn.shapes import step_flops
 
 
 @dataclass(frozen=True)

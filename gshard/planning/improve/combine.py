@@ -29,7 +29,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.forecast.ops import size_of
+from gshard.forecast.dataflow import size_of
 from gshard.graph import LOOPS, at_every_level, bodies, in_order
 from gshard.graph.evaluate import equations_of
 from gshard.graph.kinds import APART, PRODUCTS

@@ -24,8 +24,8 @@ from gshard.mt.release.make import make_release, verify
 from gshard.mt.run import Run
 from gshard.mt.training.names import named
 from gshard.mt.training.weights import Quantized, quantize, summed_axes
+from gshard.nn.config import GatingConfig
 from gshard.nn.gating import route
-from gshard.nn.settings import GatingConfig
 from tests.mt.decoding.test_beam import ending
 from tests.mt.runs import make_run
 from tests.nn import models

@@ -16,7 +16,7 @@ from gshard.mt.run import Run
 from gshard.mt.training.checkpoint import Checkpoints
 from gshard.mt.training.loading import load_model
 from gshard.nn import Batch
-from gshard.nn.settings import GatingConfig
+from gshard.nn.config import GatingConfig
 from tests.mt.samples import sentence
 from tests.nn import models
 

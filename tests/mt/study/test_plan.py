@@ -6,7 +6,7 @@ import pytest
 
 from gshard.mt.errors import UserError
 from gshard.mt.study.plan import ENDLESS, assignments, length_of, read_plan
-from gshard.nn.flops import forward_flops
+from gshard.nn.shapes import forward_flops
 
 PLAN = """
 corpus = "text"

@@ -18,7 +18,7 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from gshard.mt.training.weights import Quantized
-from gshard.nn.settings import EPSILON
+from gshard.nn.config import EPSILON
 
 Weight = np.ndarray | Quantized
 Dtype = Literal["float32", "int64", "uint8"]
