@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,15 @@ def test_the_page_of_the_figure_shows_the_numbers_of_its_studies(study, shown):
     page = (folder / "figure.md").read_text(encoding="utf-8")
     for name in shown:
         assert getattr(tables, name)(results) in page, name
+
+
+def test_every_study_of_the_docs_names_a_plan_that_has_its_runs():
+    root = Path(__file__).parents[3]
+    for path in sorted((root / "docs/results/figure").glob("*.json")):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        plan = tomllib.loads((root / "studies" / results["plan"]).read_text(encoding="utf-8"))
+        runs = {run["name"] for run in plan["runs"]}
+        assert {model["name"] for model in results["models"]} <= runs, path.name
 
 
 def test_the_figures_have_every_model_and_the_order_of_languages(tmp_path):
