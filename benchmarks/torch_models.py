@@ -120,13 +120,19 @@ def sent(step: Any, params: Any, ids: Any) -> tuple[Any, int]:
     return lowered, sum(c.bytes for c in lowered.collectives)
 
 
+def versions() -> str:
+    """Those that a row was made with."""
+    torch_s, hugging = torch.__version__, transformers.__version__
+    return f"torch {torch_s}, transformers {hugging}, JAX {jax.__version__}"
+
+
 def row(name: str, auto_seconds: float) -> dict[str, Any]:
     """What one model shows."""
     module = model(name, **MODELS[name])
     ids = torch.randint(1, WORDS, (BATCH, LENGTH))
     began = time.process_time()
     function, params = from_torch(module, (), {"input_ids": ids, "labels": ids})
-    found: dict[str, Any] = {"export": time.process_time() - began}
+    found: dict[str, Any] = {"export": time.process_time() - began, "versions": versions()}
     given = jnp.asarray(ids.numpy(), jnp.int32)
     want = module(input_ids=ids, labels=ids)
     got = jax.jit(function)(params, input_ids=given, labels=given)
@@ -223,12 +229,12 @@ def _size(name: str) -> bool:
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
     """The page."""
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    made_with = sorted({r["versions"] for r in rows.values() if "versions" in r})
     lines = [
         "# Models of Hugging Face, from PyTorch",
         "",
         "Made by `python -m benchmarks.torch_models --out docs/results/torch.md`",
-        f"({versions}, JAX {jax.__version__}).",
+        f"({'; '.join(made_with)}).",
         f"Models have 2 layers of width 64 and random weights; {BATCH} rows of {LENGTH} tokens, on "
         f"{DEVICES} virtual devices.",
         "",

@@ -1,6 +1,6 @@
 """`python -m tools.screenshots`: pictures of gshard's pages for the README and the docs.
 
-They are made by Chromium: the explain page of the paper's MoE layer on 8 virtual devices, the
+They are made by Chromium: the explain page of a block of Llama 3 8B on 8 H100, the
 report of the runs that its tests make up, and the pages of `gshard serve`, to translate and of its
 API, with a small model of random weights.
 """
@@ -17,21 +17,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urljoin
 
-import jax
-
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "_static"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 def explain(picture: Path) -> None:
-    """The explanation of the paper's MoE layer."""
+    """The explanation of a block of Llama with a mistake in its annotations."""
     import gshard
-    from examples.moe_layer import moe_layer
+    from examples.llama_block import block, shapes
 
-    shapes = ((8, 256, 64), (64, 8), (8, 64, 256), (8, 256, 64))
-    arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    lowered = gshard.jit(moe_layer, devices=8, hardware="h100").lower(*arguments)
+    lowered = gshard.jit(block, devices=8, hardware="h100").lower(*shapes())
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         page.write_text(lowered.explain(seconds=float("inf")).page(), encoding="utf-8")

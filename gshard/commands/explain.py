@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.commands.functions import imported, one_line_errors, shape_of
-from gshard.commands.options import Hardware, Json, Page
+from gshard.commands.functions import given_arguments, imported, one_line_errors
+from gshard.commands.options import Arguments, Hardware, Json, Page, Shapes
 from gshard.commands.screen import working
 from gshard.untrusted import printable_lines
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def explain(
     function: Annotated[str, typer.Argument(help="module:function, annotated")],
-    shapes: Annotated[list[str], typer.Argument(help="its arguments, as in f32[8,256,128]")],
+    shapes: Shapes = None,
+    arguments: Arguments = None,
     devices: Annotated[int, typer.Option(help="how many devices", min=1)] = 8,
     hardware: Hardware = None,
     as_json: Json = False,
@@ -48,11 +49,11 @@ def explain(
     import gshard
 
     with one_line_errors():
-        arguments = [shape_of(s) for s in shapes]
+        given = given_arguments(shapes, arguments)
         jitted = gshard.jit(imported(function), devices=devices, hardware=hardware)
         with working() as tell:
             tell(f"partitioning {function} for {devices} devices")
-            lowered = jitted.lower(*arguments)
+            lowered = jitted.lower(*given)
         if prove:
             raise typer.Exit(_prove(lowered))
         explanation = lowered.explain(seconds=seconds)

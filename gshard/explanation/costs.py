@@ -10,6 +10,8 @@ from gshard.forecast import Forecast
 from gshard.graph.readable import duration, size
 from gshard.moving.inventory import Collective
 
+ROUNDING = 1e-9  # seconds: less is a difference of rounded sums
+
 
 @dataclass(frozen=True)
 class LineCost:
@@ -29,6 +31,11 @@ class LineCost:
     def count(self) -> int:
         """How many values are sent, each as often as it is."""
         return sum(c.count for c in self.values)
+
+    @property
+    def shown_seconds(self) -> str:
+        """Its time on the step's path, or that products hide all of it."""
+        return duration(self.seconds) if self.seconds > ROUNDING else "hidden"
 
     @property
     def kinds(self) -> str:
@@ -125,4 +132,5 @@ def bounds(forecast: Forecast) -> str:
     words += f" ({most:.0%} at {at})" if at and len(lines) > 1 else ""
     words += "".join(f", {name} {shares[name]:.0%}" for name in others)
     hidden = forecast.hidden_seconds
-    return f"{words}; {duration(hidden)} of communication is hidden." if hidden else f"{words}."
+    hides = hidden > ROUNDING
+    return f"{words}; {duration(hidden)} of communication is hidden." if hides else f"{words}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from gshard.explanation.costs import LineCost, bounds, by_kind, by_line, counts, headline
+from gshard.explanation.costs import ROUNDING, LineCost, bounds, by_kind, by_line, counts, headline
 from gshard.explanation.fixes import FixSearch, Progress, search
 from gshard.explanation.local_names import LocalNames
 from gshard.explanation.names import Names
@@ -89,7 +89,7 @@ class Findings:
         return (
             f"{self.name} on {self.hardware}: {counts(self.subject)}, "
             f"{size(self.subject.sent)} sent by each device in {duration(took)}"
-        ) + (f", {duration(hidden)} of it overlapped" if hidden else "")
+        ) + (f", {duration(hidden)} of it hidden" if hidden > ROUNDING else "")
 
     def why(self, cost: LineCost) -> str:
         """Why a line sends its largest value, in one sentence."""

@@ -84,9 +84,13 @@ class FixSearch:
     candidates: int = 0
 
     def for_line(self, source: str, sent: int) -> Fix | None:
-        """The change after which a line that sends `sent` bytes sends the least, of few tensors."""
-        better = [f for f in self.fixes if f.left.get(source, 0) < sent]
-        return min(better, key=lambda f: (f.left.get(source, 0), f.count), default=None)
+        """The change that saves most at a line that sends `sent` bytes, and not at others' cost."""
+
+        def saved(fix: Fix) -> int:
+            return min(sent - fix.left.get(source, 0), fix.removed)
+
+        better = [f for f in self.fixes if saved(f) > 0]
+        return min(better, key=lambda f: (-saved(f), f.count), default=None)
 
 
 def search(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard.explanation.costs import LineCost, counts
+from gshard.explanation.costs import ROUNDING, LineCost, counts
 from gshard.explanation.findings import EXPLAINED, Findings
 from gshard.explanation.local_names import LocalNames
 from gshard.explanation.names import einsums_of, shape
@@ -65,7 +65,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
     forecast, subject = findings.forecast, findings.subject
     took, hidden = forecast.exposed_seconds, forecast.hidden_seconds
     share = took / (forecast.step_seconds or 1.0)
-    beside = f"; {duration(hidden)} more overlapped" if hidden else ""
+    beside = f"; {duration(hidden)} more is hidden" if hidden > ROUNDING else ""
     return [
         (size(subject.sent), "sent by each device"),
         (counts(subject), f"{duration(took)}, {share:.0%} of the step{beside}"),
@@ -88,7 +88,7 @@ def _card(findings: Findings, cost: LineCost) -> dict[str, Any]:
         "line": cost.name,
         "code": _code(cost.name),
         "sent": size(cost.sent),
-        "seconds": duration(cost.seconds),
+        "seconds": cost.shown_seconds,
         "kinds": cost.kinds + (f" x {cost.runs:,}" if cost.runs > 1 else ""),
         "share": f"{share:.1%}",
         "percent": round(100 * min(share, 1.0), 1),

@@ -11,7 +11,7 @@ from gshard.explanation.costs import LineCost
 from gshard.explanation.findings import EXPLAINED, Findings
 from gshard.explanation.names import shape
 from gshard.explanation.subject import Subject
-from gshard.graph.readable import counted, duration, size
+from gshard.graph.readable import counted, size
 from gshard.graph.source import source_of
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import byte_size
@@ -54,8 +54,7 @@ def _totals(costs: Sequence[LineCost], kinds: bool = False) -> Iterator[str]:
     for cost in costs[:_LINES]:
         more = f"  {cost.kinds}" if kinds else ""
         yield (
-            f"  {size(cost.sent):>9}  x {cost.runs:<5}  {duration(cost.seconds):>9}  "
-            f"{cost.name}{more}"
+            f"  {size(cost.sent):>9}  x {cost.runs:<5}  {cost.shown_seconds:>9}  {cost.name}{more}"
         )
     if len(costs) > _LINES:
         yield f"  and {len(costs) - _LINES} more"

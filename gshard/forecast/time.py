@@ -100,7 +100,7 @@ def _overlap(found: list[Timed], body: Mapping[int, DeviceOperator]) -> None:
     for i, sent in overlapped(steps, sends, works, products).items() if sends else ():
         found[i] = replace(
             found[i],
-            hidden_seconds=sends[i] - sent.exposed,
+            hidden_seconds=max(0.0, sends[i] - sent.exposed),
             overlapped_with=tuple(dict.fromkeys(found[product].source for product in sent.beside)),
         )
 
