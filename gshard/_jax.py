@@ -298,20 +298,12 @@ def context_mesh() -> Any:
     return None if mesh.empty else mesh
 
 
-def copied(
-    eqn: Any,
-    values: Sequence[Any],
-    types: Sequence[Any] | None = None,
-    changed: Mapping[str, Any] | None = None,
-    primitive: Any = None,
-) -> list[Any] | None:
+def copied(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
     """The results of `eqn` on `values`, copied into the program that is being traced.
 
-    The equation keeps its source information, and no rule of JAX runs again. If the values have
-    other types than before, the `types` of the results must be given, and the parameters that have
-    `changed` with them, or all of them with another `primitive`. None where copying is not
-    possible: equations with effects, those that JAX decomposes after tracing (`jnp.searchsorted`
-    since 0.12), or a release of JAX that traces in another way.
+    The equation keeps its source information, and no rule of JAX runs again. None where copying is
+    not possible: equations with effects, those that JAX decomposes after tracing
+    (`jnp.searchsorted` since 0.12), or a release of JAX that traces in another way.
     """
     trace, info = _core.trace_ctx.trace, eqn.source_info
     high = eqn.primitive.is_high(*(atom.aval for atom in eqn.invars), **eqn.params)
@@ -321,28 +313,9 @@ def copied(
     if around.stack:
         info = info.replace(name_stack=around + info.name_stack)
     operands = [trace.to_jaxpr_tracer(value, info) for value in values]
-    types = [var.aval for var in eqn.outvars] if types is None else types
-    own, primitive = ({}, primitive) if primitive else (eqn.params, eqn.primitive)
-    params = {**own, **changed} if changed else own
-    return trace.emit_eqn(operands, types, primitive, params, eqn.effects, info, eqn.ctx)
-
-
-def made_alone(eqn: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
-    """How to copy `eqn` to such `values`, if one equation on them made these `results`.
-
-    None also if this release of JAX does not record that.
-    """
-    made: Any = getattr(results[0], "parent", None) if results else None
-    if not hasattr(made, "in_tracers") or made.effects:
-        return None
-    other = None if made.primitive is eqn.primitive else made.primitive
-    before = {} if other else eqn.params
-    alone = all(getattr(r, "parent", None) is made for r in results)
-    operands = zip(made.in_tracers, values, strict=False)
-    same = all(t is value or t._trace.get_const(t) is value for t, value in operands)
-    changed = {k: v for k, v in made.params.items() if k not in before or before[k] != v}
-    counts = (len(made.in_tracers), len(made.outvars)) == (len(values), len(results))
-    return ([r.aval for r in results], changed, other) if alone and same and counts else None
+    types = [var.aval for var in eqn.outvars]
+    own = eqn.primitive, eqn.params, eqn.effects
+    return trace.emit_eqn(operands, types, *own, info, eqn.ctx)
 
 
 def current_context() -> Any:

@@ -88,7 +88,7 @@ class Mover:
         if found is None:
             found = self._recomputed(tile, target, reason)
             found = found or reshard(self.place, tile, target, reason)
-            found = replace(found, value=tile.value)
+            found = found.of(tile.value)
             self.available.add(tile, found)
         self.seen.moved(tile, found, str(reason))
         return found
@@ -125,8 +125,8 @@ class Mover:
         if tile.value:
             return tile  # of an earlier variable
         if made is None or not all(t.sharding.is_tiling for t in (*made.operands, tile)):
-            return replace(tile, value=Value(var))
-        tile = replace(tile, value=Value(var, made))
+            return tile.of(Value(var))
+        tile = tile.of(Value(var, made))
         if made.is_view and not self.views(made.operands[0]):
             self.available.viewed[made.operands[0].value] = made.inverse(tile)
         if made.is_index:

@@ -29,8 +29,8 @@ from gshard.tensors.tile import Tile, byte_size
 
 DEPTH, DEPTH_OF_INDICES = 8, 50  # largest number of operators in a chain that is recomputed
 
-# An equation on local arrays, given as tiles, with results of these shapes
-Local = Callable[[JaxprEqn, list[Tile], list[tuple[int, ...]]], Sequence[jax.Array]]
+# A planner's equation on local arrays, given as tiles, with results of these shapes
+Local = Callable[[Any, JaxprEqn, list[Tile], list[tuple[int, ...]]], Sequence[jax.Array]]
 
 VIEWS = (p.transpose_p, p.rev_p)
 
@@ -56,6 +56,7 @@ class Made(NamedTuple):
     eqn: JaxprEqn
     operands: tuple[Tile, ...]
     local: Local
+    ctx: Any
 
     @property
     def is_index(self) -> bool:
@@ -83,7 +84,7 @@ class Made(NamedTuple):
         (source,), params = self.operands, dict(self.eqn.params)
         if "permutation" in params:
             params["permutation"] = tuple(np.argsort(params["permutation"]).tolist())
-        return Made(source, self.eqn.replace(params=params), (result,), self.local)
+        return Made(source, self.eqn.replace(params=params), (result,), *self[3:])
 
     def local_forms(self, forms: Iterable[Sharding]) -> set[Sharding]:
         """The shardings of a view that is computed locally from its operand under `forms`."""
@@ -148,7 +149,7 @@ class Made(NamedTuple):
         """The operator on local arrays, with a result of the shape `local`."""
         devices = self.result.sharding.num_devices
         tiles = [Tile(a, Sharding.replicated(a.ndim, devices), a.shape) for a in arrays]
-        (result,) = self.local(self.eqn, tiles, [tuple(local)])
+        (result,) = self.local(self.ctx, self.eqn, tiles, [tuple(local)])
         return result
 
 

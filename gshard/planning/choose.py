@@ -13,14 +13,13 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard import _jax
 from gshard.moving.available import Mover
 from gshard.moving.costs import cost_model
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES
 from gshard.rules.base.rule import REMEMBERED, Rule, Shares, Way, equation_key
 from gshard.rules.base.uses import Uses
-from gshard.rules.base.ways import FactorSplit, least, types_of, ways_of
+from gshard.rules.base.ways import FactorSplit, least, ways_of
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -45,34 +44,13 @@ class Choice:
         self.needed: dict[Any, list[tuple[int, Sharding]]] = {}  # by later readers of a value
         self.over: dict[Any, float] = {}  # the cost of all slices of a variable
 
-    def repeated(
-        self, eqn: JaxprEqn, tiles: Sequence[Tile], targets: Sequence[Sharding]
-    ) -> list[Tile] | None:
-        """The results of an equation equal to an earlier one that was one equation on its tiles.
-
-        Another one is added to the program without a choice and without JAX's typing rules: those
-        of many layers are alike. None if there was no such equation.
-        """
-        key = (self.found.kinds.get(eqn), *[t.sharding for t in tiles], *targets)
-        _, registered, way = REMEMBERED.in_place.get(key, (None, None, None))
-        # The user may have registered another rule meanwhile.
-        if way is None or registered is not RULES.get(eqn.primitive):
-            return None
-        values = [t.array for t in tiles]
-        made = way.how.made.get(types_of(values))
-        arrays = _jax.copied(eqn, values, *made) if made else None
-        return arrays and [
-            Tile(array, target, var.aval.shape)
-            for array, target, var in zip(arrays, targets, eqn.outvars, strict=True)
-        ]
-
     def cheapest(
         self, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
     ) -> Way:
         """The cheapest way to run `eqn` on `tiles`, found once for equal equations."""
         shardings = tuple([t.sharding for t in tiles])
         key = (self._kind(eqn), *shardings, *targets)
-        known, _, way = REMEMBERED.in_place.get(key, (None, None, None))
+        known, way = REMEMBERED.in_place.get(key, (None, None))
         if way is not None and known is rule:  # the user may have registered another one meanwhile
             return way
         forms = [
@@ -136,8 +114,7 @@ class Choice:
             if kind is not None:
                 REMEMBERED.add(REMEMBERED.cheapest, key, found)
                 if isinstance(found.how, FactorSplit) and found.how.in_place:
-                    by, place = (rule, RULES.get(eqn.primitive), found), REMEMBERED.in_place
-                    place[kind, *shardings, *targets] = by
+                    REMEMBERED.in_place[kind, *shardings, *targets] = rule, found
         return found
 
     def _shares(self, eqn: JaxprEqn, forms: Sequence[frozenset[Sharding]]) -> Shares | None:

@@ -6,10 +6,8 @@ program. Each operator's rule is ordinary `lax` code.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from gshard._jax import current_context, without_mesh
+from gshard._jax import without_mesh
 from gshard.graph.reason import Reason
 from gshard.graph.regions import Loop
 from gshard.graph.source import on_behalf_of
@@ -74,6 +72,7 @@ class Planner:
         self.foresight = Foresight(found, self.mover, memory_limit)
         self.unreduced: Mapping[Any, float] = NOTHING
         self.literals: dict[Any, Tile] = {}
+        self.weakly = weakref.proxy(self)  # it is freed together with what it remembers
 
     def inner(self) -> Planner:
         """A planner for a body: it may use values available outside; what it adds stays inside."""
@@ -151,15 +150,10 @@ class Planner:
             return self.literal(atom) if isinstance(atom, Literal) else env[atom]
 
         with without_mesh():
-            context = current_context()
             for self.choice.now, eqn in enumerate(jaxpr.eqns):
                 operands = [read(a) for a in eqn.invars]
                 targets = [self.found.shardings[v] for v in eqn.outvars]
-                copied = eqn.ctx is context and self.choice.repeated(eqn, operands, targets)
-                if copied:
-                    results = self.named(eqn, operands, copied)
-                else:
-                    results = self.equation(eqn, operands, targets)
+                results = self.equation(eqn, operands, targets)
                 made = dict(zip(eqn.outvars, results, strict=True))
                 env.update(made)
                 self.seen.made(made)
@@ -168,12 +162,10 @@ class Planner:
     def named(self, eqn: JaxprEqn, operands: list[Tile], results: list[Tile]) -> list[Tile]:
         """The results as values that can be looked up, and recomputed if operators allow it."""
         if eqn.primitive in MARKS:  # the operand, under another sharding
-            results = [replace(results[0], value=operands[0].value)]
+            results = [results[0].of(operands[0].value)]
         rule, made = RULES.get(eqn.primitive), None
         if rule and (isinstance(rule, Elementwise) or eqn.primitive in REARRANGING):
-            # Weakly: the planner is freed together with what it remembers.
-            local = functools.partial(rule.local, weakref.proxy(self))
-            made = Made(results[0], eqn, tuple(operands), local)
+            made = Made(results[0], eqn, tuple(operands), rule.local, self.weakly)
         pairs = zip(eqn.outvars, results, strict=True)
         return [self.mover.remember(var, tile, made) for var, tile in pairs]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -57,9 +57,13 @@ class Tile:
     held: Held | None = None
     value: Value | None = None
 
+    def of(self, value: Value | None) -> Tile:
+        """The same tile, of this value."""
+        return Tile(self.array, self.sharding, self.shape, self.origin, self.held, value)
+
     def holding(self, array: jax.Array) -> Tile:
         """Other elements, under the same sharding."""
-        return replace(self, array=array, value=None)
+        return Tile(array, self.sharding, self.shape, self.origin, self.held)
 
     @property
     def is_standard(self) -> bool:

@@ -74,8 +74,8 @@ def viewed(fn, source: Tile, sharding: Sharding) -> tuple[Mover, Tile]:
     (eqn,) = jax.make_jaxpr(fn)(jnp.zeros(SHAPE)).eqns
     result = replace(tile_of(eqn.outvars[0].aval.shape, sharding), value=None)
     mover = Mover(Place(("devices",), DEVICES), Seen())
-    local = lambda eqn, tiles, shapes: bind(eqn, [t.array for t in tiles])  # noqa: E731  (short)
-    return mover, mover.remember(eqn.outvars[0], result, Made(result, eqn, (source,), local))
+    local = lambda ctx, eqn, tiles, shapes: bind(eqn, [t.array for t in tiles])  # noqa: E731
+    return mover, mover.remember(eqn.outvars[0], result, Made(result, eqn, (source,), local, None))
 
 
 @pytest.mark.parametrize("order", [(1, 2, 0), (2, 0, 1), (0, 2, 1)])

@@ -207,7 +207,7 @@ def made_by(fn, *arguments, splits):
             [v.aval for v in (*eqn.invars, *eqn.outvars)], splits, strict=True
         )
     ]
-    return Made(result, eqn, tuple(operands), None)
+    return Made(result, eqn, tuple(operands), None, None)
 
 
 def test_rows_are_not_those_of_operands_that_are_joined_along_them():

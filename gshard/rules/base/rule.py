@@ -303,7 +303,7 @@ class EquationCache:
         self.numbers: dict[Any, int] = {}
         self.factors: dict[Any, Factors] = {}
         self.cheapest: dict[Any, Way] = {}
-        self.in_place: dict[Any, tuple[Rule, Rule | None, Way]] = {}
+        self.in_place: dict[Any, tuple[Rule, Way]] = {}
         self.unused = itertools.count()
 
     def add(self, found: dict[Any, Any], key: Any, value: Any) -> None:

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-import jax
 from jax.extend.core import JaxprEqn
 
-from gshard import _jax
 from gshard.graph.reason import Reason
 from gshard.moving.costs import worked
 from gshard.moving.partial import combine, combine_cost
@@ -132,7 +129,6 @@ class FactorSplit:
     operands: tuple[tuple[Sharding, tuple[int, ...]], ...]  # sharding and local shape
     results: tuple[tuple[Sharding, tuple[int, ...]], ...]  # unreduced if reduced factors are split
     in_place: bool = False  # no communication: operands and results already have these shardings
-    made: dict[Any, Any] = field(default_factory=dict)  # the equation added, by operands' types
 
     @staticmethod
     def of(eqn: JaxprEqn, factors: Factors, chosen: Assignment, num_devices: int) -> FactorSplit:
@@ -194,8 +190,6 @@ class FactorSplit:
         """The results of `eqn` under this split, as `local` computes them."""
         if self.in_place and all(t.is_standard for t in tiles):  # as most operators are
             arrays = local(ctx, eqn, tiles, [shape for _, shape in self.results])
-            values = [t.array for t in tiles]
-            self.made[types_of(values)] = _jax.made_alone(eqn, values, arrays)
             return [
                 Tile(array, target, var.aval.shape)
                 for var, array, target in zip(eqn.outvars, arrays, targets, strict=True)
@@ -220,11 +214,6 @@ class FactorSplit:
             stays = ctx.stays_unreduced(var, tile, kind)
             results.append(tile if stays else combine(ctx.place, tile, kind, target))
         return results
-
-
-def types_of(values: Sequence[jax.Array]) -> tuple[Any, ...]:
-    """The types of local arrays, on which those of an operator's results depend."""
-    return tuple([jax.typeof(value) for value in values])
 
 
 def by_factors(

@@ -71,7 +71,6 @@ def test_layers_that_are_alike_are_written_down_at_once(monkeypatch):
     quick, of_many = many.as_text(), len(chosen)
     assert of_many < few + 12 * 2  # of a layer's 9 equations, those that are not in place
     monkeypatch.setattr(REMEMBERED, "in_place", Forgetful())
-    monkeypatch.setattr(choose._jax, "copied", lambda *_: None)
     assert lowered(12).as_text() == quick
     assert len(chosen) > 2 * of_many
 
