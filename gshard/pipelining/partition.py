@@ -194,8 +194,9 @@ class Stages:
         sums: Mapping[int, float] | None = None,
     ) -> Piece:
         """A program planned for one stage, given how its operands are held."""
-        for change in PASSES if self.per_stage > 1 else ():
-            body = change(body)
+        with jax.ensure_compile_time_eval():  # constants of passes are no part of the trace
+            for change in PASSES if self.per_stage > 1 else ():
+                body = change(body)
         limit, given = self.ctx.memory_limit, [kind.sharding for kind in operands]
         known = Known(self.per_stage, limit, given, {})
         flat, found = shard(body, known, True, History())

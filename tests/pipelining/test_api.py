@@ -63,3 +63,14 @@ def test_what_has_no_gradient_is_left_alone():
 
     grads = jax.jit(jax.grad(loss, (0, 1)))(WEIGHTS, X)
     assert all(not g.any() for g in jax.tree.leaves(grads))
+
+
+def test_a_head_may_look_its_labels_up():
+    """The constants of passes over its gradient are made while the program is traced."""
+    labels = jnp.arange(8) % 8
+
+    def head(y, label):
+        return -jnp.take_along_axis(jax.nn.log_softmax(y), label[:, None], -1).sum()
+
+    fn = jax.grad(lambda weights: call(weights=weights, head=head, targets=labels))
+    assert gshard.jit(fn).lower(WEIGHTS).pipelines[0].stages == 2
