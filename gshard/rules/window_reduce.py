@@ -26,6 +26,7 @@ from gshard.rules.base.rule import Context, Doc, Rule, Way, register
 from gshard.rules.base.ways import by_factors
 from gshard.rules.window import (
     NOTHING,
+    Reach,
     Reaches,
     bring,
     existing,
@@ -34,7 +35,7 @@ from gshard.rules.window import (
     reach_of,
 )
 from gshard.tensors.factors import Factors, Shape
-from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
 _KINDS = {p.reduce_window_sum_p: "sum", p.reduce_window_max_p: "max", p.reduce_window_min_p: "min"}
@@ -71,15 +72,23 @@ def window_ways(
     eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
 ) -> Iterator[Way]:
     """Splits are kept, at the cost of halos."""
-    factors, reduces = window_factors(eqn), eqn.primitive in _REDUCES
-    count = len(eqn.invars) // (2 if eqn.primitive is p.reduce_window_p else 1)
+    factors = window_factors(eqn)
     for way in by_factors(eqn, factors, shardings, targets, kept=list(factors.sizes)):
         (local, *_), here = [shape for _, shape in way.how.results], way.operands[0]
-        if reduces and 0 not in local:
-            reaches = _reaches(eqn, here.unsplit(_in_parts(eqn)), local)
-            sent = sum(halo_cost(here, a, reaches) for a in eqn.invars[:count])
-            way = way._replace(sent=sent)
-        yield way
+        yield way._replace(sent=_sent(eqn, here, local))
+
+
+def _sent(eqn: JaxprEqn, here: Sharding, local: Shape) -> float:
+    """What devices send so that each has the rows under its windows."""
+    if any(0 in shape for shape in (local, *(a.aval.shape for a in eqn.invars))):
+        return 0.0
+    reaches: Sequence[Reaches]
+    if eqn.primitive in _REDUCES:
+        count = len(eqn.invars) // (2 if eqn.primitive is p.reduce_window_p else 1)
+        reaches = [_reaches(eqn, here.unsplit(_in_parts(eqn)), local)] * count
+    else:
+        reaches = _sources_first(eqn, *_selected(eqn, here, local))
+    return sum(halo_cost(here, a, r) for a, r in zip(eqn.invars, reaches, strict=False))
 
 
 # ---------------------------------------------------------------- reduce_window
@@ -219,7 +228,7 @@ def scatter_local(
     sums have the order that they have without partitioning.
     """
     params = eqn.params
-    source, operand, *rest = tiles if eqn.primitive is p.select_and_scatter_add_p else _swap(tiles)
+    (source, operand), rest = _sources_first(eqn, *tiles[:2]), tiles[2:]
     dtype = operand.array.dtype
     zero = rest[0].array if rest else jnp.zeros((), dtype)
     fill = zero if rest else _least(eqn, dtype)
@@ -227,41 +236,52 @@ def scatter_local(
     if 0 in source.shape or 0 in local:
         return [jnp.broadcast_to(zero, local)]
     padding = list(params["padding"])
-    own: list[tuple[int, np.ndarray, Split]] = []
-    for dim, split in enumerate(operand.sharding.splits):
+    windows, under = _selected(eqn, operand.sharding, local)
+    for (dim, reach, _), (_, below, _) in zip(windows, under, strict=True):
+        source = bring(ctx, eqn, source, dim, reach.starts, reach.rows, 0)
+        operand = bring(ctx, eqn, operand, dim, below.starts, below.rows, fill)
+        padding[dim] = (0, 0)
+    arrays = [t.array for t in (*_sources_first(eqn, source, operand), *rest)]
+    out = eqn.primitive.bind(*arrays, **(params | {"padding": tuple(padding)}))
+    for dim, below, split in under:
+        out = window(ctx.place, out, dim, below.lead[split.own], local[dim], zero)
+    return [out]
+
+
+def _selected(eqn: JaxprEqn, sharding: Sharding, local: Shape) -> tuple[Reaches, Reaches]:
+    """The windows that touch a device's rows, as rows of the source; and the rows under them.
+
+    `lead` is where its own rows are among those, or, if it has none, out of all of them.
+    """
+    params, windows, under = eqn.params, [], []
+    source, operand = (a.aval.shape for a in _sources_first(eqn, *eqn.invars[:2]))
+    for dim, split in enumerate(sharding.splits):
         if not split:
             continue
         low, stride, size = (
-            padding[dim][0],
+            params["padding"][dim][0],
             params["window_strides"][dim],
             params["window_dimensions"][dim],
         )
         begin = np.arange(split.tiles) * local[dim]
-        end = np.minimum(begin + local[dim], operand.shape[dim])
+        end = np.minimum(begin + local[dim], operand[dim])
         first = np.maximum(-(-(begin + low - size + 1) // stride), 0)
-        last = np.minimum((end - 1 + low) // stride, source.shape[dim] - 1)
+        last = np.minimum((end - 1 + low) // stride, source[dim] - 1)
         used = (begin < end) & (first <= last)
         count = max(int((last - first + 1)[used].max(initial=1)), 1)
-        if rest:  # no value for a window that does not exist: take one more that does
-            first = np.minimum(first, source.shape[dim] - count)
+        if len(eqn.invars) > 2:  # no value for a window that does not exist: one more that does
+            first = np.minimum(first, source[dim] - count)
         first = np.where(used, first, NOTHING)
         above = np.where(used, first * stride - low, NOTHING)
-        rows = (count - 1) * stride + size
-        source = bring(ctx, eqn, source, dim, first, count, 0)
-        operand = bring(ctx, eqn, operand, dim, above, rows, fill)
-        padding[dim] = (0, 0)
-        own.append((dim, np.where(used, begin - above, -local[dim]), split))  # or all padding
-    pair = (source, operand) if not rest else (operand, source)
-    arrays = [t.array for t in (*pair, *rest)]
-    out = eqn.primitive.bind(*arrays, **(params | {"padding": tuple(padding)}))
-    for dim, offset, split in own:
-        out = window(ctx.place, out, dim, offset[split.own], local[dim], zero)
-    return [out]
+        rows, lead = (count - 1) * stride + size, np.where(used, begin - above, -local[dim])
+        windows.append((dim, Reach(first, count, (0, 0), lead, count), split))
+        under.append((dim, Reach(above, rows, (0, 0), lead, rows), split))
+    return windows, under
 
 
-def _swap(tiles: list[Tile]) -> list[Tile]:
-    """`select_and_scatter` has its operand first."""
-    return [tiles[1], tiles[0], *tiles[2:]]
+def _sources_first(eqn: JaxprEqn, one: Any, other: Any) -> tuple[Any, Any]:
+    """A pair in the order of the operands; `select_and_scatter` has its source second."""
+    return (one, other) if eqn.primitive is p.select_and_scatter_add_p else (other, one)
 
 
 # ---------------------------------------------------------------- the table
