@@ -1,19 +1,26 @@
 """Pipelines: bubbles, bytes, memory, time.
 
     python -m benchmarks.pipelines                 bubbles, bytes and memory; no accelerator needed
-    python -m benchmarks.pipelines --processes     4 processes over sockets, a stage each: seconds
+    python -m benchmarks.pipelines --processes 4   a stage in each process, over sockets: seconds
     python -m benchmarks.pipelines --gpu           one of 8 stages on a GPU, the others XLA's mock
+    python -m benchmarks.pipelines --big           a 67B-A2B model on 64 H100s: a forecast
+    ... --out results.txt                          results in a file as well
 
-Sockets need a core for each process. On a GPU, a stage of the paper's model of 36 layers is timed
-and compared with as many layers without a pipeline; the bubble is in neither time.
+Processes have cores of their own, at least one each: with fewer cores than processes a bubble costs
+nothing, since another stage uses the core. They first measure themselves (`forecast.measure`), and
+the forecast is for that. On a GPU, a stage of the paper's model of 36 layers is timed and compared
+with as many layers without a pipeline; the bubble is in neither time.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,13 +28,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import gshard
+from benchmarks import pipelines_67b
+from benchmarks.many_gpus import ALONE
+from benchmarks.speed_gpu import CUBLAS
 from examples.recipes.transformer import Params, Size, block, norm
+from gshard.forecast.hardware import hardware
+from gshard.forecast.measure import measured
 from gshard.mt.launch.local import free_port
 from gshard.pipelining.schedules import NAMES, make
 
 SMALL = Size(L=8, B=32, S=32, M=64, N=4, F=256, V=256)
 PAPER = Size(L=36, B=64, S=1024, M=1024, N=16, F=8192, V=256)  # stage 0 has no head
-PROCESSES = 4
+LIMIT = 240  # seconds for a program on the GPU
 
 
 def loss(params: Params, x, labels, stages: int, microbatches: int, schedule: str):
@@ -120,57 +132,110 @@ def seconds(run: Any, arguments: Any, steps: int = 3) -> float:
     return float(np.median(times))
 
 
-def member(number: int, port: int) -> None:
+def member(number: int, port: int, count: int, out: str) -> None:
     """One of the processes: the measured and the forecast time of a step by each schedule."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(len(cores) // count, 1)
+    own = [cores[(number * share + i) % len(cores)] for i in range(share)]
+    os.sched_setaffinity(0, own)  # before XLA makes its threads
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, number)
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, number)
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(measured(rounds=5))
+        file.flush()
+        machine = hardware(file.name)
     size = Size(L=8, B=64, S=128, M=256, N=4, F=1024, V=256)
+    found = {}
     for name in ("gpipe", "1f1b", "zb-h1"):
-        lowered = gshard.jit(step_of(PROCESSES, 8, name)).lower(*shapes(size, size.L))
-        placed = [made(s, i.sharding) for s, i in zip(*map(jax.tree.leaves, (
-            shapes(size, size.L), lowered.in_info)), strict=True)]  # fmt: skip
-        arguments = jax.tree.unflatten(jax.tree.structure(shapes(size, size.L)), placed)
-        found = seconds(lowered.compile(), arguments)
+        step = gshard.jit(step_of(count, 2 * count, name), hardware=machine)
+        lowered = step.lower(*shapes(size, size.L))
+        arguments = placed(lowered, shapes(size, size.L))
+        found[name] = seconds(lowered.compile(), arguments)
+        expected = lowered.forecast(machine).step_seconds
         if number == 0:
-            expected = lowered.forecast("cpu").step_seconds
-            print(f"{name}: {found:.3f} s, forecast {expected:.3f} s", flush=True)
+            say(f"{name}: {found[name]:.3f} s, forecast {expected:.3f} s", out)
+    if number == 0:
+        ideal = make("gpipe", count, 2 * count).ticks / make("zb-h1", count, 2 * count).ticks
+        say(
+            f"{count} processes of {share} of {len(cores)} cores: zb-h1 at "
+            f"{found['gpipe'] / found['zb-h1']:.2f} of gpipe's speed, {ideal:.2f} by ticks",
+            out,
+        )
 
 
-def on_gpu(stages: int) -> None:
+def placed(lowered: gshard.Lowered, arguments: Any) -> Any:
+    """Small numbers of these shapes, on the devices that the program wants them on."""
+    leaves, tree = jax.tree.flatten(arguments)
+    info = jax.tree.leaves(lowered.in_info)
+    return jax.tree.unflatten(
+        tree, [made(s, i.sharding) for s, i in zip(leaves, info, strict=True)]
+    )
+
+
+def on_gpu(stages: int, out: str) -> None:
     """Milliseconds of one stage of `stages`, or (1) of as many layers without a pipeline."""
-    microbatches = 16
+    microbatches, begin = 16, time.perf_counter()
     if stages > 1:  # before JAX looks for devices
         jax.config.update("jax_mock_gpu_topology", f"1x{stages}x1")
     layers = PAPER.L if stages > 1 else -(-PAPER.L // 8)
     devices = jax.devices()[:stages]
     arguments = shapes(PAPER, layers, jnp.bfloat16)
     lowered = gshard.jit(step_of(stages, microbatches, "zb-h1"), devices=devices).lower(*arguments)
-    leaves, info = jax.tree.leaves(arguments), jax.tree.leaves(lowered.in_info)
-    placed = [made(s, i.sharding) for s, i in zip(leaves, info, strict=True)]
-    found = seconds(lowered.compile(), jax.tree.unflatten(jax.tree.structure(arguments), placed))
-    print(f"{stages} stages: {1e3 * found:.1f} ms for {microbatches} microbatches", flush=True)
+    say(f"{stages} stages: lowered after {time.perf_counter() - begin:.0f} s", out)
+    compiled = lowered.compile()
+    say(f"{stages} stages: compiled after {time.perf_counter() - begin:.0f} s", out)
+    found = seconds(compiled, placed(lowered, arguments))
+    say(f"{stages} stages: {1e3 * found:.1f} ms for {microbatches} microbatches", out)
+
+
+def say(line: str, out: str) -> None:
+    """A line on the screen, and in a file if there is one."""
+    print(line, flush=True)
+    if out:
+        with Path(out).open("a", encoding="utf-8") as file:
+            print(line, file=file)
+
+
+def run_on_gpu(again: list[str], out: str) -> None:
+    """Each program in a process of its own, which may take `LIMIT` seconds.
+
+    XLA divides autotuning among the devices of a program: it would wait for those that are mock.
+    """
+    flags = " ".join((os.environ.get("XLA_FLAGS", ""), CUBLAS, ALONE))
+    for stages in (1, 8):
+        command = [*again, "--of", str(stages), "--out", out]
+        try:
+            subprocess.run(
+                command, check=True, timeout=LIMIT, env={**os.environ, "XLA_FLAGS": flags}
+            )
+        except subprocess.SubprocessError as error:
+            say(f"{stages} stages: {error}", out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", action="store_true")
+    parser.add_argument("--processes", type=int, metavar="N")
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--big", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="with --big: for one device, on CPU")
+    parser.add_argument("--out", default="", help="a file to which results are added")
     parser.add_argument("--member", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--of", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     again = [sys.executable, "-m", "benchmarks.pipelines"]
     if chosen.member:
-        member(*chosen.member)
+        member(*chosen.member, chosen.processes, chosen.out)
     elif chosen.of:
-        on_gpu(chosen.of)
+        on_gpu(chosen.of, chosen.out)
     elif chosen.gpu:
-        for stages in (1, 8):
-            subprocess.run([*again, "--of", str(stages)], check=True)
+        run_on_gpu(again, chosen.out)
+    elif chosen.big:
+        pipelines_67b.main(chosen.compile)
     elif chosen.processes:
-        port = free_port("127.0.0.1")
-        command = [*again, "--member"]
-        running = [subprocess.Popen([*command, str(n), str(port)]) for n in range(PROCESSES)]
+        count, port = chosen.processes, free_port("127.0.0.1")
+        command = [*again, "--processes", str(count), "--out", chosen.out, "--member"]
+        running = [subprocess.Popen([*command, str(n), str(port)]) for n in range(count)]
         sys.exit(max(process.wait() for process in running))
     else:
         jax.config.update("jax_num_cpu_devices", 8)

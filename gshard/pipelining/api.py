@@ -14,13 +14,20 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
 from gshard.forecast.hardware import accelerator, hardware
+from gshard.graph.regions import with_calls_inlined
 from gshard.graph.source import here
 from gshard.pipelining import execution
 from gshard.pipelining.choice import Costs, chosen
 from gshard.pipelining.meaning import Bodies, Pipe, pipeline_p, run
-from gshard.pipelining.passes import Layer, differentiated, floats, is_float, with_gradients
+from gshard.pipelining.passes import Passes, differentiated, floats, is_float, with_gradients
 from gshard.pipelining.schedules import Schedule, forward_only, make, parse
-from gshard.tensors.annotate import Annotation, annotate, devices_of_trace, hardware_of_trace
+from gshard.tensors.annotate import (
+    Annotation,
+    annotate,
+    annotate_p,
+    devices_of_trace,
+    hardware_of_trace,
+)  # fmt: skip
 from gshard.tensors.sharding import Sharding, Split
 
 assert execution  # importing it registers the rule
@@ -146,8 +153,9 @@ class _Run:
         self, given: Schedule | None, stages: int, count: int, traced: _Traced, devices: int
     ):
         self.traced, self.devices = traced, devices
-        self.schedule, self.head = make("1f1b", 1, count), 0.0
+        self.schedule = make("1f1b", 1, count)
         self.layers: tuple[int, ...] = (traced.layers,)
+        self.seconds: tuple[float, ...] = (0.0, 1.0, 1.0, 1.0, 0.0)
         if devices > 1:
             machine = hardware_of_trace() or accelerator()
             score = traced.head and with_gradients(
@@ -159,7 +167,7 @@ class _Run:
             )
             limit = machine.memory if machine else float("inf")
             found = chosen(given, stages, count, traced.layers, costs, limit)
-            (self.schedule, self.layers), self.head = found, costs.head_in_layers
+            (self.schedule, self.layers), self.seconds = found, (*costs.seconds, costs.head)
         self._call = jax.custom_vjp(self._forward)
         self._call.defvjp(self._with_residuals, self._backward, symbolic_zeros=True)
 
@@ -167,7 +175,7 @@ class _Run:
         return self._call(*operands)
 
     @functools.cached_property
-    def _layer(self) -> Layer:
+    def _layer(self) -> Passes:
         _, closures, weights, *_ = self.traced.operands
         return differentiated(self.traced.block, len(closures) + len(weights))
 
@@ -184,24 +192,47 @@ class _Run:
         return self._run(self.schedule, passes, (*operands, list(cotangents)))
 
     def _run(self, schedule: Schedule, passes: Bodies, operands: Operands) -> list[Any]:
-        pipe = Pipe(schedule, self.layers, tuple(map(len, operands)), self.head)
+        pipe = Pipe(schedule, self.layers, tuple(map(len, operands)), self.seconds)
         own, closures, weights, inputs, *rest = operands
         others = (*inputs, *(array for part in rest for array in part))
         if self.devices == 1:
             return run(*own, *closures, *weights, *others, pipe=pipe, bodies=passes)
-        staged = map(self._by_stage, pipe.taken(weights, pipe.rows))
+        weights = self._by_stage(weights, self.splits)
+        staged = self._by_stage(pipe.taken(weights, pipe.rows), self.splits)
         results = pipeline_p.bind(*own, *closures, *staged, *others, pipe=pipe, bodies=passes)
         last = len(results) - len(floats(inputs))
         first = last - len(floats(weights)) if passes[1] else last
-        rows = list(map(self._by_stage, results[first:last]))
-        return [*results[:first], *pipe.taken(rows, pipe.places), *results[last:]]
+        splits = [s for s, w in zip(self.splits, weights, strict=True) if is_float(w)]
+        rows = pipe.taken(self._by_stage(results[first:last], splits), pipe.places)
+        return [*results[:first], *self._by_stage(rows, splits), *results[last:]]
 
-    def _by_stage(self, rows: Any) -> Any:
+    @functools.cached_property
+    def splits(self) -> list[tuple[Split | None, ...]]:
+        """How the block splits each of its weights within a stage, where it annotates them."""
+        eqns, _ = with_calls_inlined(self.traced.block.jaxpr)
+        found = {
+            reads[0]: eqn.params["annotation"].resolve(self.devices).splits
+            for eqn, reads, _ in eqns
+            if eqn.primitive is annotate_p
+        }
+        _, closures, weights, *_ = self.traced.operands
+        variables = self.traced.block.jaxpr.invars[len(closures) :]
+        return [
+            found.get(var, (None,) * (w.ndim - 1))
+            for var, w in zip(variables, weights, strict=False)
+        ]
+
+    def _by_stage(
+        self, rows: Sequence[Any], splits: Sequence[tuple[Split | None, ...]]
+    ) -> list[Any]:
         """Weights, or their gradients, annotated: every stage has its own rows."""
-        split = Split.of(np.arange(self.devices) * self.schedule.stages // self.devices)
-        sharding = Sharding((split, *(None,) * (rows.ndim - 1)), self.devices)
-        dims = tuple(range(1, rows.ndim))
-        return annotate(rows, Annotation.of_sharding("pipeline", sharding, dims))
+        stage = Split.of(np.arange(self.devices) * self.schedule.stages // self.devices)
+        found = []
+        for array, inner in zip(rows, splits, strict=False):
+            dims = tuple(1 + dim for dim, split in enumerate(inner) if split is None)
+            sharding = Sharding((stage, *inner), self.devices)
+            found.append(annotate(array, Annotation.of_sharding("pipeline", sharding, dims)))
+        return found
 
     def _with_residuals(self, *marked: Any) -> tuple[Any, Any]:
         """Where one score is a float, all gradients at once; they are scaled afterwards.

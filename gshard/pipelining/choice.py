@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr
 
 from gshard.forecast import Hardware, forecast
 from gshard.graph.readable import size
-from gshard.pipelining.passes import Layer, floats
+from gshard.pipelining.passes import Passes, floats
 from gshard.pipelining.routes import route
 from gshard.pipelining.schedules import NAMES, F, Schedule, make
 from gshard.tensors.tile import byte_size
@@ -30,7 +30,7 @@ class Costs:
     rate: float  # bytes that a device sends in a second
 
     @staticmethod
-    def of(layer: Layer, head: ClosedJaxpr | None, counts: Sequence[int], machine: Hardware,
+    def of(layer: Passes, head: ClosedJaxpr | None, counts: Sequence[int], machine: Hardware,
            devices: int) -> Costs:  # fmt: skip
         """By the forecast of the passes, whose operands are `counts` closures and weights."""
 
@@ -69,11 +69,6 @@ class Costs:
         rows = 2 * self.weights * schedule.chunks
         return max(layers) * (waiting + rows) + (messages + schedule.microbatches) * self.message
 
-    @property
-    def head_in_layers(self) -> float:
-        """The head's time over that of a layer."""
-        return self.head / (sum(self.seconds) or 1.0)
-
 
 def balanced(layers: int, schedule: Schedule, costs: Costs) -> tuple[int, ...]:
     """How many layers each position has, at least one; the last has the head as well.
@@ -109,7 +104,12 @@ def chosen(
     usable = (n for n in NAMES if n != "interleaved" or microbatches % stages == 0)
     made = (make(name, stages, microbatches) for name in usable)
     options = [with_layers(each) for each in made if len(each.positions) <= layers]
-    best = min(options, key=lambda o: (max(costs.memory(*o), limit), costs.step_seconds(*o)))
+
+    def rank(option: tuple[Schedule, tuple[int, ...]]) -> tuple[float, float, int]:
+        need, seconds = costs.memory(*option), float(f"{costs.step_seconds(*option):.6g}")
+        return max(need, limit), seconds, need
+
+    best = min(options, key=rank)
     need = costs.memory(*best)
     if own and need <= limit:
         raise ValueError(

@@ -28,12 +28,10 @@ from gshard.pipelining.meaning import Bodies, Pipe, pipeline_p
 from gshard.pipelining.partition import Stages
 from gshard.pipelining.passes import floats
 from gshard.pipelining.routes import HEAD, LOCAL, Pairs, Routes, Row, route
-from gshard.pipelining.schedules import W
+from gshard.pipelining.schedules import B, F, W
 from gshard.rules.base.rule import Context, Doc, region
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
-
-_SWITCH = np.array([0, 1, 2, 0, 1])  # the branch of IDLE, F, B, W, HEAD
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,35 +55,60 @@ class Execution:
         return self.machine.results(end, count)
 
     def tick(self, state: State, row: Row) -> tuple[State, None]:
-        """One operation, then what it hands on, to neighbours or to itself."""
-        machine, op = self.machine, self.routes.rows.op
-        branches = [machine.idle, machine.forward]
+        """One operation, then what it hands on, to neighbours or to itself.
+
+        An operation is a loop of no or one run, which updates slots and sums in place: a
+        conditional would copy what its branches return, in ticks of other operations as well.
+        """
+        machine = self.machine
+        state = state._replace(message=all_at(state.inbox, row.inbox))
+        forward = (row.op == F) | (row.op == HEAD)
+        state = self._once((F, HEAD), forward, machine.forward, row, state, "saved")
+        score = ("scores", "batch")
+        state = self._once((HEAD,), row.op == HEAD, machine.scored, row, state, *score)
         if not machine.forward_only:
-            branches.append(machine.backward)
-        with self._ticks(_SWITCH[op], None, len(branches)).scope():
-            done = lax.switch(jnp.asarray(_SWITCH, jnp.int32)[row.op], branches, row, state)
-        state = machine.after(row, state, done)
-        score = functools.partial(machine.scored, row)
-        with self._ticks(op == HEAD).scope():
-            state = _once(row.op == HEAD, score, state, "sent", "scores", "batch")
-        if not machine.forward_only:
-            needed = all_at(state.kept, row.kept)  # sliced here: a loop would copy all slots
-            late = functools.partial(machine.late_gradients, row, needed=needed)
-            with self._ticks((op == W) & ~(_SWITCH[op] > 0).any(1)[:, None], op == W).scope():
-                state = _once(row.op == W, late, state, "closures", "weights")
-            state = state._replace(batch=put(state.batch, floats(state.sent), row.batch))
+            changed = ("saved", "kept", "batch")
+            state = self._once((B,), row.op == B, machine.backward, row, state, *changed)
+            sums = ("kept", "closures", "weights")
+            state = self._once((W,), row.op == W, machine.late_gradients, row, state, *sums)
         inbox = state.inbox
         for channel, slot, number in zip(self.routes.send, row.receive, row.sends, strict=True):
-            inbox = put(inbox, self.handed_on(state.sent, channel, number), slot)
-        return state._replace(inbox=inbox, sent=[]), None
+            inbox = put(inbox, self.handed_on(state.message, channel, number), slot)
+        return state._replace(inbox=inbox), None
 
-    def _ticks(self, branch: np.ndarray, own: Any = None, branches: int = 2) -> Ticks:
-        """How often branches run: those of the stage that has the head, and of all together."""
-        last = self.pipe.schedule.positions[-1][0]
-        counted = np.asarray(branch if own is None else own, int)
-        own = np.bincount(counted[:, last], minlength=branches).tolist()
-        bits = np.bitwise_or.reduce(1 << np.asarray(branch, int), 1)
-        return Ticks(tuple(own), Counter(bits.tolist()))
+    def _once(
+        self,
+        ops: Sequence[int],
+        runs: Any,
+        change: Callable[[Row, State], State],
+        row: Row,
+        state: State,
+        *fields: str,
+    ) -> State:
+        """`change(row, state)` of the message and of some fields, where it runs."""
+        fields = ("message", *fields)
+
+        def changed(values: Sequence[Any]) -> State:
+            return state._replace(**dict(zip(fields, values, strict=True)))
+
+        def once(_: Any, values: Sequence[Any]) -> list[Any]:
+            after = change(row, changed(values))
+            return [getattr(after, field) for field in fields]
+
+        last, op = self.pipe.schedule.positions[-1][0], self.routes.rows.op
+        own, slowest = int(np.isin(op[:, last], ops).sum()), int(np.isin(self.slowest, ops).sum())
+        ticks = Ticks((len(op) - own, own), {1: len(op) - slowest, 2: slowest})
+        with ticks.scope():
+            given = [getattr(state, field) for field in fields]
+            return changed(lax.fori_loop(0, runs.astype(np.int32), once, given))
+
+    @functools.cached_property
+    def slowest(self) -> np.ndarray:
+        """The operation that all stages wait for, in every tick."""
+        rows, seconds = self.routes.rows, np.array(self.pipe.seconds)
+        seconds[HEAD] += seconds[F] * rows.layers[rows.op == HEAD].max(initial=0)
+        spent = np.where(rows.op == HEAD, seconds[HEAD], rows.layers * seconds[rows.op])
+        return np.take_along_axis(rows.op, spent.argmax(1)[:, None], 1)[:, 0]
 
     def handed_on(self, sent: Arrays, channel: str, number: Any) -> Arrays:
         """What arrives on a channel from the stages that have something to send."""
@@ -103,7 +126,7 @@ class Execution:
         def permute(pairs: Pairs, arrays: Arrays) -> Arrays:
             devices = [(a * size + d, b * size + d) for a, b in pairs for d in range(size)]
             if not devices:
-                return self.machine.message()
+                return arrays
             return [collectives.collective_permute(place, x, devices, reason) for x in arrays]
 
         with Ticks(tuple(own), {1 << n: count for n, count in enumerate(counts)}).scope():
@@ -116,24 +139,6 @@ class Execution:
         mine = self.stages.ctx.place.lookup(np.arange(self.stages.devices) // self.stages.per_stage)
         own = lax.dynamic_index_in_dim(jnp.asarray(table), mine, 0, keepdims=False)
         return jax.tree.unflatten(tree, [own[:, i] for i in range(len(leaves))])
-
-
-def _once(runs: Any, change: Callable[[State], State], state: State, *fields: str) -> State:
-    """`change(state)` of some fields, where it runs; a loop of no or one run.
-
-    A conditional copies what its branches return, and sums are as large as the weights: a loop
-    updates them in place.
-    """
-
-    def changed(values: Sequence[Any]) -> State:
-        return state._replace(**dict(zip(fields, values, strict=True)))
-
-    def once(_: Any, values: Sequence[Any]) -> list[Any]:
-        after = change(changed(values))
-        return [getattr(after, field) for field in fields]
-
-    given = [getattr(state, field) for field in fields]
-    return changed(lax.fori_loop(0, runs.astype(np.int32), once, given))
 
 
 @region(pipeline_p, doc=Doc(halo="from stage to stage: CollectivePermute"))

@@ -26,6 +26,7 @@ Arrays = list[Any]
 class State(NamedTuple):
     """What a stage has between two ticks."""
 
+    message: Arrays  # that is handed on: an input of the next layers, or its gradient
     inbox: Arrays  # slots: received, residuals, what weight gradients need
     saved: Arrays
     kept: Arrays
@@ -33,15 +34,6 @@ class State(NamedTuple):
     closures: Arrays
     weights: Arrays
     batch: Arrays  # gradients of the inputs, or outputs, by microbatch
-    sent: Arrays  # what is handed on, within a tick
-
-
-class Step(NamedTuple):
-    """What F or B leaves: what is handed on, and what is put into slots."""
-
-    sent: Arrays
-    saved: Arrays
-    kept: Arrays
 
 
 class Pass(NamedTuple):
@@ -58,7 +50,7 @@ class Machine:
     `layers` are the numbers of layers of all chunks, of this stage and others.
     """
 
-    passes: Sequence[Pass | None]  # of `passes.Layer`, and the head
+    passes: Sequence[Pass | None]  # of `passes.Passes`, and the head
     arrays: Sequence[Arrays]
     layers: Sequence[int]
 
@@ -76,6 +68,7 @@ class Machine:
         leaving, rows = (inputs, 0) if self.passes[3] is None else (gradients, 1)
         most = max(self.layers)
         return State(
+            _made(_unused, inputs),
             _made(_unused, inputs, messages),
             _made(_unused, ahead[len(inputs) :], residuals, most),
             _made(_unused, behind[len(gradients) :], pending, most),
@@ -83,7 +76,6 @@ class Machine:
             _made(_zeros, late[:closures]),
             _made(_zeros, late[closures:], len(self.arrays[2][0]), most),
             _made(_zeros, leaving, microbatches + rows),
-            [],
         )
 
     def results(self, end: State, microbatches: int) -> Arrays:
@@ -91,66 +83,51 @@ class Machine:
         rows = [w.reshape(-1, *w.shape[2:]) for w in end.weights]
         return [*end.scores, *end.closures, *rows, *(x[:microbatches] for x in end.batch)]
 
-    def idle(self, row: Row, state: State) -> Step:
-        """Nothing: slots keep what they have."""
-        return Step(self.message(), all_at(state.saved, row.saved), all_at(state.kept, row.kept))
-
-    def forward(self, row: Row, state: State) -> Step:
+    def forward(self, row: Row, state: State) -> State:
         """F: the output is handed on, residuals are saved."""
-        pairs = zip(self.arrays[3], all_at(state.inbox, row.inbox), strict=True)
+        pairs = zip(self.arrays[3], state.message, strict=True)
         x = [jnp.where(row.first == 1, _at(a, row.microbatch), b) for a, b in pairs]
 
         def one(x: Arrays, weights: Arrays) -> tuple[Arrays, Arrays]:
             return _cut(self._run(0, weights, x), len(x))
 
         y, residuals = self._layers(one, x, (self._chunk(row),), row.layers)
-        return self.idle(row, state)._replace(sent=y, saved=residuals)
-
-    def backward(self, row: Row, state: State) -> Step:
-        """B: the gradient of the input is handed on."""
-        gradient, saved = all_at(floats(state.inbox), row.inbox), all_at(state.saved, row.saved)
-
-        def one(g: Arrays, weights: Arrays, residuals: Arrays) -> tuple[Arrays, Arrays]:
-            return _cut(self._run(1, weights, residuals, g), len(g))
-
-        rows = (self._chunk(row), saved)
-        gradient, kept = self._layers(one, gradient, rows, row.layers, reverse=True)
-        return Step(self.message(gradient), saved, kept)
-
-    def after(self, row: Row, state: State, done: Step) -> State:
-        """The state with what an operation left in its slots, and hands on."""
-        saved, kept = put(state.saved, done.saved, row.saved), put(state.kept, done.kept, row.kept)
-        return state._replace(saved=saved, kept=kept, sent=done.sent)
+        return state._replace(message=y, saved=put(state.saved, residuals, row.saved))
 
     def scored(self, row: Row, state: State) -> State:
         """The head on the last output: the gradient is handed on to B of this stage."""
-        head, y = self.passes[3], state.sent
+        head, y = self.passes[3], state.message
         if head is None:
             return state._replace(batch=put(state.batch, y, row.microbatch))
         targets = all_at(self.arrays[4], row.microbatch)
         found = head.run(*self.arrays[0], *y, *targets, *self.arrays[5])
         scores, gradient = _cut(found, len(state.scores))
-        return state._replace(scores=_added(state.scores, scores), sent=self.message(gradient))
+        message = _with_floats(y, gradient)
+        return state._replace(scores=_added(state.scores, scores), message=message)
 
-    def late_gradients(self, row: Row, state: State, needed: Arrays) -> State:
-        """W: gradients are added to the sums; `needed` is what B kept."""
+    def backward(self, row: Row, state: State) -> State:
+        """B: the gradient of the input is handed on, or leaves the pipeline."""
+
+        def one(g: Arrays, weights: Arrays, residuals: Arrays) -> tuple[Arrays, Arrays]:
+            return _cut(self._run(1, weights, residuals, g), len(g))
+
+        rows, gradient = (self._chunk(row), all_at(state.saved, row.saved)), floats(state.message)
+        gradient, kept = self._layers(one, gradient, rows, row.layers, reverse=True)
+        batch, kept = put(state.batch, gradient, row.batch), put(state.kept, kept, row.kept)
+        message = _with_floats(state.message, gradient)
+        return state._replace(message=message, kept=kept, batch=batch)
+
+    def late_gradients(self, row: Row, state: State) -> State:
+        """W: gradients are added to the sums."""
 
         def one(sums: Arrays, weights: Arrays, needed: Arrays) -> tuple[Arrays, Arrays]:
             closures, gradients = _cut(self._run(2, weights, needed), len(sums))
             return _added(sums, closures), gradients
 
-        rows = (self._chunk(row), needed)
+        rows = (self._chunk(row), all_at(state.kept, row.kept))
         closures, found = self._layers(one, state.closures, rows, row.layers)
         sums = _added(all_at(state.weights, row.chunk), found)
         return state._replace(closures=closures, weights=put(state.weights, sums, row.chunk))
-
-    def message(self, gradient: Sequence[Any] = ()) -> Arrays:
-        """A gradient, or nothing, as something to hand on: of the types of an input."""
-        left = iter(gradient)
-        return [
-            next(left) if gradient and is_float(x) else _unused(x.shape[1:], x.dtype)
-            for x in self.arrays[3]
-        ]
 
     def _chunk(self, row: Row) -> Arrays:
         return all_at(self.arrays[2], row.chunk)
@@ -195,6 +172,12 @@ def _at(buffer: Any, number: Any) -> jax.Array:
 def all_at(buffers: Arrays, number: Any) -> Arrays:
     """What is in a slot of each buffer."""
     return [_at(buffer, number) for buffer in buffers]
+
+
+def _with_floats(message: Arrays, gradient: Arrays) -> Arrays:
+    """A gradient as a message, of the types of an input; none where only scores are wanted."""
+    left = iter(gradient)
+    return [next(left) if gradient and is_float(x) else x for x in message]
 
 
 def _cut(values: Arrays, first: int) -> tuple[Arrays, Arrays]:

@@ -18,12 +18,11 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 
 from gshard._jax import ad, batching, mlir
 from gshard.graph.regions import MEANINGS
-from gshard.pipelining.machine import Machine, Pass, State, put
-from gshard.pipelining.passes import floats
+from gshard.pipelining.machine import Machine, Pass, State
 from gshard.pipelining.routes import Row
 from gshard.pipelining.schedules import Schedule
 
-Bodies = tuple[ClosedJaxpr | None, ...]  # the passes of a layer (`passes.Layer`), and the head
+Bodies = tuple[ClosedJaxpr | None, ...]  # the passes of a layer (`passes.Passes`), and the head
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,19 +31,19 @@ class Pipe:
 
     `layers` are the numbers of layers at each position of the schedule. `counts` are those of the
     operands: the head's closures, closures, weights, inputs, targets and cotangents of the scores.
-    The head costs as much as `head` layers.
+    `seconds` are those of IDLE, F, B and W of a layer, and of the head, relative to each other.
     """
 
     schedule: Schedule
     layers: tuple[int, ...]
     counts: tuple[int, ...]
-    head: float = 0.0
+    seconds: tuple[float, ...] = (0.0, 1.0, 1.0, 1.0, 0.0)
 
     def __str__(self) -> str:
         schedule, costs = self.schedule, [0.0] * self.schedule.stages
         for (stage, _), layers in zip(schedule.positions, self.layers, strict=True):
             costs[stage] += layers
-        costs[schedule.positions[-1][0]] += self.head
+        costs[schedule.positions[-1][0]] += self.seconds[4] / (sum(self.seconds[:4]) or 1.0)
         slowest, mean = costs.index(max(costs)), sum(costs) / len(costs)
         late = f", stage {slowest} slowest by {100 * (max(costs) / mean - 1):.0f}%"
         return (
@@ -84,10 +83,11 @@ class Pipe:
         return [list(flat[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
     def taken(self, weights: Sequence[Any], rows: np.ndarray) -> list[Any]:
-        """Rows of the weights."""
+        """Rows of the weights: slices, of which each device is sent those that it needs."""
         if self.is_staged:
             return list(weights)
-        return [jnp.take(w, rows, axis=0, mode="clip") for w in weights]
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        return [jnp.concatenate([w[run[0] : run[-1] + 1] for run in runs]) for w in weights]
 
 
 pipeline_p = Primitive("pipeline")
@@ -104,13 +104,10 @@ def run(*flat: Any, pipe: Pipe, bodies: Bodies) -> list[Any]:
 
     def step(state: State, number: Any) -> tuple[State, None]:
         row = Row(0, 0, number, 1, 0, 0, 0, sum(pipe.layers), number)
-        state = machine.scored(row, machine.after(row, state, machine.forward(row, state)))
+        state = machine.scored(row, machine.forward(row, state))
         if not machine.forward_only:
-            state = state._replace(inbox=put(state.inbox, state.sent, 0))
-            done = machine.backward(row, state)
-            state = state._replace(batch=put(state.batch, floats(done.sent), number))
-            state = machine.late_gradients(row, machine.after(row, state, done), done.kept)
-        return state._replace(sent=[]), None
+            state = machine.late_gradients(row, machine.backward(row, state))
+        return state, None
 
     end, _ = lax.scan(step, machine.start((1, 1, 1), count), np.arange(count))
     if not pipe.is_staged:  # a row that is there again has no gradient

@@ -34,7 +34,7 @@ def floats(values: Iterable[Any]) -> list[Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class Passes:
     """A layer's passes. `fixed` operands are shared by all microbatches: closures and weights.
 
     forward: fixed, input -> output, residuals. backward: fixed, residuals, gradient of the output
@@ -46,7 +46,7 @@ class Layer:
     weights: ClosedJaxpr
 
 
-def differentiated(block: ClosedJaxpr, fixed: int) -> Layer:
+def differentiated(block: ClosedJaxpr, fixed: int) -> Passes:
     """The passes of `block`, whose first `fixed` operands are shared by all microbatches."""
     operands, waiting = len(block.in_avals), len(floats(block.in_avals[:fixed]))
     whole = with_gradients(block, operands)
@@ -58,7 +58,7 @@ def differentiated(block: ClosedJaxpr, fixed: int) -> Layer:
     first = needed_for(gradients[waiting:], jaxpr.eqns)
     rest = _program(rest, jaxpr.invars, gradients[waiting:] + gradients[:waiting], jaxpr.eqns)
     parts = _cut(rest, fixed, len(jaxpr.invars), len(gradients) - waiting, first)
-    return Layer(forward, *parts)
+    return Passes(forward, *parts)
 
 
 def _cut(

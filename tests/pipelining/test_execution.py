@@ -12,6 +12,7 @@ import gshard
 from gshard.graph.regions import walk
 from gshard.graph.ticks import Ticks
 from gshard.pipelining.schedules import NAMES, make
+from gshard.runtime import pipeline
 from tests.pipelining.programs import (
     KINDS,
     dense,
@@ -46,7 +47,7 @@ def test_a_mesh_of_stages_and_data():
 
     arguments = make_dense(layers=6, batch=16)
     lowered = compare(block, arguments, stages=4, microbatches=8, schedule="zb-h1")
-    permutes = [c for c in lowered.collectives if c.kind == "collective_permute"]
+    permutes = [c for c in lowered.collectives if "microbatches handed" in str(c.why)]
     # A microbatch has 2 rows, one on each device of a stage: there and back once, as it must.
     assert sum(c.total_bytes for c in permutes) == 2 * 8 * (1 * 8 * 4)
     inside = [c for c in lowered.collectives if c.kind != "collective_permute" and c.count > 1]
@@ -165,12 +166,25 @@ def test_what_a_lowered_program_says_of_its_pipelines():
     said = r"8 stages, 16 microbatches, zb-h1: bubble 12.7%, stage 7 slowest by \d+%, 8 in flight"
     assert re.search(said, str(forecast))
     found = [(e.primitive.name, t) for e in walk(lowered.jaxpr) if (t := Ticks.of(e))]
-    (passes,) = [t for name, t in found if name == "cond" and len(t.own) == 3 and t.own[2] == 16]
-    assert (passes.own, passes.runs) == ((55 - 32, 16, 16), 55)  # F and B of the last stage
-    loops = [t.own for name, t in found if name == "while"]
-    assert loops == [(55 - 16, 16)] * 2  # its head, and W; 7 ticks are left
+    loops = [t for name, t in found if name == "while"]
+    assert [t.own for t in loops] == [(55 - 16, 16)] * 4  # F, head, B and W of the last stage
+    waited = [t.together[2] for t in loops]  # ticks in which all wait for F, B and W
+    assert waited[0] + waited[2] + waited[3] == 55
+    assert waited[1] == 16
     assert 55 in {e.params["length"] for e in lowered.jaxpr.eqns if e.primitive.name == "scan"}
     assert 'class="op-W"' in lowered.page()
+
+
+def test_permutes_of_open_chains_are_asked_for_on_gpus_where_xla_can():
+    """A flag that XLA does not have is left out: it would refuse to compile."""
+    arguments = make_dense(layers=2, batch=4)
+    step = jax.grad(piped(dense, stages=2, microbatches=2, schedule="1f1b"))
+    flag = "xla_gpu_collective_permute_connected_components"
+    for machine in ("h100", "tpu-v5e"):
+        lowered = gshard.jit(step, devices=2, hardware=machine).lower(*arguments)
+        options = dict(lowered._program.settings.compiler_options)
+        assert (flag in options) == (machine == "h100" and pipeline._is_option(flag))
+    assert not pipeline._is_option("xla_gpu_no_such_flag")
 
 
 @pytest.mark.slow
