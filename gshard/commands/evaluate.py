@@ -230,25 +230,26 @@ def comparable(
     return found
 
 
-def _heads(result: Mapping[str, Any]) -> list[str]:
-    """The titles of the available scores."""
+def _table(title: str, columns: list[str], result: Mapping[str, Any], compared: bool) -> Table:
+    """A table with these columns, those of the available scores, and of baselines if compared."""
+    from rich import box
+    from rich.table import Table
+
+    # The table fits into 80 columns: a truncated number is a wrong number.
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0 if len(columns) > 2 else (0, 1))
     titles = ("BLEU", "spBLEU", "chrF++", "copy", "nearest", "untrained")
-    return [title for key, title in zip(_SCORES, titles, strict=True) if _has(result, key)]
+    columns += [title for key, title in zip(_SCORES, titles, strict=True) if _has(result, key)]
+    columns += ["baseline", "delta"] if compared else []
+    for column in columns:
+        justify = "left" if column in ("", "task", "group") else "right"
+        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    return table
 
 
 def task_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row for each task, the one with the most training pairs first."""
-    from rich import box
-    from rich.table import Table
-
     title = f"{result['run']}, step {result['checkpoint']:,}, {result['split']}"
-    # The table fits into 80 columns: a truncated number is a wrong number.
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
-    columns = ["group", "pairs", "tested", *_heads(result)]
-    columns += ["baseline", "delta"] if baselines else []
-    table.add_column("task", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="left" if column == "group" else "right", no_wrap=True)
+    table = _table(title, ["task", "group", "pairs", "tested"], result, bool(baselines))
     rows = result["tasks"]
     for name in sorted(rows, key=lambda name: (-rows[name]["train_pairs"], name)):
         task, zero = rows[name], baselines.get(name)
@@ -267,17 +268,9 @@ def task_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, A
 
 def average_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> Table:
     """The means over tasks, of all and by resource; the baselines' are over the same tasks."""
-    from rich import box
-    from rich.table import Table
-
     from gshard.mt.evaluation.scores import averages
 
-    table = Table(title="averages over tasks", box=box.SIMPLE_HEAD)
-    columns = ["tasks", *_heads(result)]
-    columns += ["baseline", "delta"] if baselines else []
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = _table("averages over tasks", ["", "tasks"], result, bool(baselines))
     shared = {name: result["tasks"][name] for name in baselines}
     mine = averages(shared) if shared else {}
     theirs = averages({n: {**shared[n], "bleu": baselines[n]["bleu"]} for n in shared})

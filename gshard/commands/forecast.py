@@ -170,7 +170,7 @@ def _nearest(chosen: Any, machine: Any, state: int, model: str) -> str:
 def _show_fitting(text: str, as_json: bool) -> None:
     import json
 
-    from gshard.models.fit import fitting, parse
+    from gshard.models.family import fitting, parse
 
     devices, machine = parse(text)
     with working() as tell:

@@ -1,4 +1,4 @@
-"""Forecasts of the family's training steps, with the paper's breakdown.
+"""Forecasts of the family's training steps, with the paper's breakdown, and which members fit.
 
 A batch is counted as the paper's table must be: source and target tokens together. On 128 cores a
 step of 36 layers on 1M tokens of each side would need 1.16 s at the peak rate without any
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +19,7 @@ import jax
 
 import gshard
 from gshard.errors import nearest
-from gshard.forecast import Forecast, Hardware, Timed
+from gshard.forecast import Forecast, Hardware, Timed, hardware
 from gshard.forecast import hardware as hardware_of
 from gshard.forecast.collective import Topology
 from gshard.forecast.report import OUTSIDE
@@ -184,3 +186,70 @@ _PART_OF_SCOPE = {  # by the scopes that `gshard.nn` names
     "loss": "embeddings and loss",
     "update": "update",
 }
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A plan that fits, and its forecast."""
+
+    plan: Deployment
+    forecast: Forecast
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Source and target tokens that a second of training takes in."""
+        return self.plan.batch_tokens * self.forecast.steps_per_second
+
+
+def parse(text: str) -> tuple[int, Hardware]:
+    """`64 x h100` as a number of devices and what they are."""
+    match = re.fullmatch(r"\s*(\d+)\s*[x*]\s*(\S+)\s*", text)
+    if match is None:
+        raise ValueError(f"the devices are {text!r}; write a number and a name, as in '64 x h100'")
+    return int(match[1]), hardware(match[2])
+
+
+def fitting(
+    devices: int, machine: Hardware, tell: Callable[[str], None] = lambda _: None
+) -> list[Fitting]:
+    """What fits: the largest model first, then the most tokens a second.
+
+    Each attempt takes as long as a lowering; `tell` is called before each.
+    """
+    found = []
+    for name, member in FAMILY.items():
+        try:
+            check_devices(member, devices)
+        except ValueError:
+            continue
+        found += list(_best(name, devices, machine, tell))
+    if not found:
+        raise ValueError(
+            f"none of {', '.join(FAMILY)} fits on {devices} x {machine.name} with "
+            f"{machine.memory / 1e9:.0f} GB each; more devices hold more experts"
+        )
+    return sorted(found, key=lambda f: (-f.plan.model.weights, -f.tokens_per_second))
+
+
+def _best(
+    name: str, devices: int, machine: Hardware, tell: Callable[[str], None]
+) -> Iterator[Fitting]:
+    """The largest batch that fits, without rematerialization and with it."""
+    member = FAMILY[name]
+    unit = 2 * member.length * devices
+    for remat in ("none", "layer"):
+        for times in (32, 8, 2):
+            tokens = unit * times
+            try:
+                check_tokens(member, devices, tokens)
+            except ValueError:
+                continue
+            tell(f"partitioning {name} with {tokens:,} tokens, remat {remat}")
+            chosen = plan(name, devices, tokens, remat, dispatch="index")
+            forecast = chosen.forecast(machine)
+            if forecast.fits:
+                yield Fitting(chosen, forecast)
+                break
+            state = forecast.memory.arguments
+            if state > machine.memory:
+                return  # no batch is small enough

@@ -117,6 +117,14 @@ def write_json(path: Path, value: Any) -> None:
         part.write_text(text + "\n", encoding="utf-8")
 
 
+def known_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is none, or a damaged one."""
+    try:
+        return read_object(path)
+    except (OSError, ValueError):
+        return None
+
+
 def checksum(path: Path) -> str:
     """The SHA-256 of a regular file, in hexadecimal."""
     refuse_special(path)

@@ -6,8 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gshard.cli import app, main
-from gshard.models.family import PARTS, memory_parts, part_of, plan
-from gshard.models.fit import fitting, parse
+from gshard.models.family import PARTS, fitting, memory_parts, parse, part_of, plan
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest():

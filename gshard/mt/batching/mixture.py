@@ -11,7 +11,7 @@ from types import ModuleType
 
 import numpy as np
 
-from gshard.mt.batching.sampling import temperature_shares
+from gshard.mt.batching.tokenizer import temperature_shares
 from gshard.mt.batching.tokens import TaskTokens
 from gshard.mt.errors import UserError
 

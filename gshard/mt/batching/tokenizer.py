@@ -22,7 +22,6 @@ import numpy as np
 import sentencepiece
 
 from gshard.mt import atomic
-from gshard.mt.batching.sampling import temperature_shares
 from gshard.mt.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -74,18 +73,21 @@ class Task:
 class Tokenizer:
     """Text to token ids and back, on both sides."""
 
+    needs_source = False  # whether the language of a text has to be known before it is encoded
+    start = START  # what a decoder begins with
+
     def __init__(self, source_model: bytes, target_model: bytes, config: VocabularyConfig):
         self.config = config
-        self._models: tuple[bytes, bytes] = (source_model, target_model)
+        self.models = (source_model, target_model)  # as SentencePiece writes them
         self._load()
 
     def _load(self) -> None:
         self._source, self._target = (
-            sentencepiece.SentencePieceProcessor(model_proto=model) for model in self._models
+            sentencepiece.SentencePieceProcessor(model_proto=model) for model in self.models
         )
 
     def __getstate__(self) -> dict[str, object]:  # a processor does not travel, its model does
-        return {"config": self.config, "_models": self._models}
+        return {"config": self.config, "models": self.models}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -123,7 +125,7 @@ class Tokenizer:
         refuse_to_replace(Path(folder))
         with atomic.new_folder(Path(folder)) as part:
             note: dict[str, object] = {"config": asdict(self.config), **self._noted()}
-            for side, model in zip(("source", "target"), self._models, strict=True):
+            for side, model in zip(("source", "target"), self.models, strict=True):
                 (part / f"{side}.model").write_bytes(model)
                 note[side] = hashlib.sha256(model).hexdigest()
             atomic.write_json(part / _NOTE, note)
@@ -133,14 +135,9 @@ class Tokenizer:
         return {}
 
     @property
-    def models(self) -> tuple[bytes, bytes]:
-        """The SentencePiece models of source and target, as their library writes them."""
-        return self._models
-
-    @property
     def digest(self) -> str:
         """Identifies this tokenizer: equal digests tokenize every text alike."""
-        text = b"".join(hashlib.sha256(model).digest() for model in self._models)
+        text = b"".join(hashlib.sha256(model).digest() for model in self.models)
         return hashlib.sha256(text + self.config.directions.encode()).hexdigest()
 
     @property
@@ -168,16 +165,6 @@ class Tokenizer:
             known = (*self.config.languages, "en")
             raise UserError(f"no target language {language!r}{nearest(language, known)}")
         return tag
-
-    @property
-    def needs_source(self) -> bool:
-        """Whether the language of a text has to be known before it is encoded."""
-        return False
-
-    @property
-    def start(self) -> int:
-        """What a decoder begins with."""
-        return START
 
     def forced(self, target: str) -> tuple[int, ...]:
         """The token that a decoder has to write first; none, unless the model is made so."""
@@ -230,6 +217,8 @@ class SharedTokenizer(Tokenizer):
     no text can spell one.
     """
 
+    needs_source, start = True, END
+
     def __init__(
         self, model: bytes, pieces: Sequence[str], tags: Mapping[str, int], config: VocabularyConfig
     ):
@@ -259,25 +248,12 @@ class SharedTokenizer(Tokenizer):
         """How many ids there are."""
         return len(self._pieces)
 
-    @property
-    def target_size(self) -> int:
-        """How many ids there are."""
-        return len(self._pieces)
+    target_size = source_size
 
     @functools.cached_property
     def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]  # cached property
         """Every language into every other."""
         return tuple(Task(*pair) for pair in itertools.permutations(self.config.languages, 2))
-
-    @property
-    def needs_source(self) -> bool:
-        """Always: a source begins with its language."""
-        return True
-
-    @property
-    def start(self) -> int:
-        """What a decoder begins with."""
-        return END
 
     def forced(self, target: str) -> tuple[int, ...]:
         """The tag of the target language."""
@@ -313,15 +289,31 @@ class SharedTokenizer(Tokenizer):
         """The piece, tag or symbol of each id."""
         return [self._pieces[int(i)] for i in ids]
 
-    def spell_target(self, ids: Iterable[int]) -> list[str]:
-        """The piece, tag or symbol of each id."""
-        return [self._pieces[int(i)] for i in ids]
+    spell_target = spell_source
 
 
 def refuse_to_replace(folder: Path) -> None:
     """An error if there is something else in `folder` than vocabularies, which are replaced."""
     if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {*FILES}):
         raise UserError(f"{folder} has other files too; name a new folder for the vocabularies")
+
+
+def temperature_shares(counts: Sequence[int], temperature: float) -> np.ndarray:
+    """The share of each language at a temperature; languages without data get none.
+
+    It goes from 1, in proportion to the data, to infinity, uniform. The corpus follows a power law:
+    sampled as it is, small languages are hardly ever seen; sampled uniformly, large ones starve.
+    With counts n, language l gets the share n_l^(1/T) / sum n^(1/T).
+    """
+    if not temperature >= 1:
+        raise UserError(
+            f"temperature {temperature}: 1 samples in proportion to the data, inf uniformly"
+        )
+    sizes = np.asarray(counts, dtype=np.float64)
+    weights = np.where(sizes > 0, np.maximum(sizes, 1) ** (1 / temperature), 0.0)
+    if not weights.sum():
+        raise UserError("there is nothing to sample from")
+    return weights / weights.sum()
 
 
 def train_tokenizer(corpus: Corpus, config: VocabularyConfig) -> Tokenizer:

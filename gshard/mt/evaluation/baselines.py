@@ -33,11 +33,11 @@ from gshard.mt.evaluation.baseline_plan import (
 from gshard.mt.evaluation.evaluate import (
     EvaluateConfig,
     digest_of,
-    signatures,
+    results_of,
     task_scores,
     weights_of,
 )
-from gshard.mt.evaluation.scores import averages, resource_groups
+from gshard.mt.evaluation.scores import resource_groups
 from gshard.mt.evaluation.store import (
     AnyTranslator,
     HeldOut,
@@ -56,7 +56,6 @@ from gshard.nn.transformer import Transformer
 if TYPE_CHECKING:
     from gshard.mt.run import Run
 
-VERSION = 1
 BASELINES = "baselines.json"
 _DEV_BATCHES = 16
 
@@ -171,31 +170,16 @@ def evaluate_baselines(
     step = progress.stage("score baselines", len(found))
     measured: dict[str, dict[str, Any]] = {}
     for held, note, translations in found:
+        kept = ("size", "steps", "limit", "dev_nll", "weights")
         measured[str(held.task)] = {
             "group": groups[held.task.foreign],
-            "size": note["size"],
-            "steps": note["steps"],
-            "limit": note["limit"],
-            "dev_nll": note["dev_nll"],
+            **{name: note[name] for name in kept},
             "train_seconds": note["seconds"],
-            "weights": note["weights"],
             **task_scores(held, translations),
         }
         step(str(held.task))
-    result = {
-        "version": VERSION,
-        "run": run.name,
-        "split": evaluation.split,
-        "sentences_asked": evaluation.sentences,
-        "beam": evaluation.beam,
-        "alpha": evaluation.alpha,
-        "steps_allowed": config.steps,
-        "vocabulary": "the run's own",
-        "seconds": round(time.monotonic() - began, 1),
-        "signatures": signatures(measured),
-        "tasks": measured,
-        "averages": averages(measured),
-    }
+    allowed = {"steps_allowed": config.steps, "vocabulary": "the run's own"}
+    result = results_of(run, evaluation, measured, began) | allowed
     atomic.write_json(run.folder / BASELINES, result)
     return result
 
@@ -245,10 +229,7 @@ def read_model(run: Path, baseline: Baseline) -> Transformer:
 
 def read_note(run: Path, baseline: Baseline) -> dict[str, Any] | None:
     """What is known of a finished baseline; None if it was trained otherwise, or not at all."""
-    try:
-        note = atomic.read_object(_place(run, baseline) / "note.json")
-    except (OSError, ValueError):
-        return None
+    note = atomic.known_object(_place(run, baseline) / "note.json") or {}
     # Older notes name no system: their baselines are trained again.
     same = note.get("digest") == baseline.digest and "system" in note
     return note if same else None

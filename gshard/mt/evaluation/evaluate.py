@@ -135,26 +135,33 @@ def evaluate(
         }
         step(name)
     loads = loads_of(store.folder, system, sets, progress)
-    result: dict[str, Any] = {
+    result = results_of(run, config, measured, began) | {
+        "checkpoint": system.step,
+        "weights": system.weights,
+        **({"rounded": other.numbers} if other else {}),
+        "examples": [e for held in sets for e in examples(held, found, config.examples)],
+        **({"experts": loads} if loads else {}),
+    }
+    atomic.write_json(run.folder / EVALUATION, result)
+    return result
+
+
+def results_of(
+    run: Run, config: EvaluateConfig, measured: Mapping[str, Mapping[str, Any]], began: float
+) -> dict[str, Any]:
+    """What a file of results holds, whatever was measured: the scores, and how they were made."""
+    return {
         "version": VERSION,
         "run": run.name,
-        "checkpoint": system.step,
         "split": config.split,
         "sentences_asked": config.sentences,
         "beam": config.beam,
         "alpha": config.alpha,
         "seconds": round(time.monotonic() - began, 1),
-        "weights": system.weights,
         "signatures": signatures(measured),
         "tasks": measured,
         "averages": averages(measured),
-        **({"rounded": other.numbers} if other else {}),
-        "examples": [e for held in sets for e in examples(held, found, config.examples)],
     }
-    if loads:
-        result["experts"] = loads
-    atomic.write_json(run.folder / EVALUATION, result)
-    return result
 
 
 def task_scores(
@@ -304,12 +311,9 @@ def loads_of(
         return {}
     path = folder / "experts.json"
     counted = {str(held.task): len(held) for held in sets}
-    try:
-        known = atomic.read_object(path)
-        if known["sentences"] == counted:
-            return dict(known["experts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    known = atomic.known_object(path) or {}
+    if known.get("sentences") == counted and isinstance(known.get("experts"), dict):
+        return dict(known["experts"])
     loads = system.loads(sets, progress)
     atomic.write_json(path, {"sentences": counted, "experts": loads})
     return loads

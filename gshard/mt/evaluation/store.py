@@ -114,7 +114,7 @@ class Store:
 
     def __init__(self, folder: Path, note: dict[str, Any]):
         self.folder = folder
-        if _read_note(folder) != note:
+        if atomic.known_object(folder / _NOTE) != note:
             shutil.rmtree(folder, ignore_errors=True)
             atomic.write_json(folder / _NOTE, note)
         self._known: dict[tuple[str, str], Translation] = {}
@@ -224,10 +224,3 @@ def folder_of(run: Path, system: str, split: str, beam: int, alpha: float) -> Pa
     if beam < 1:
         raise UserError(f"a beam of {beam} is too small; 1 is greedy search")
     return run / "translations" / f"{system}-{split}-beam-{beam}-alpha-{alpha:g}"
-
-
-def _read_note(folder: Path) -> Any:
-    try:
-        return atomic.read_object(folder / _NOTE)
-    except (OSError, ValueError):
-        return None

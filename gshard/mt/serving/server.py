@@ -22,6 +22,7 @@ import re
 import resource
 import secrets
 import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
@@ -238,11 +239,16 @@ def application(
     start_logs(settings.logs)
     api = Api(service, settings, access.keys, detector)
     page, pages = _pages(service, access.token)
-    if settings.is_open:
-        pages.append(_to_page(access.token))
-    routes = [*api.routes, *pages, *_documents(service.about.name)]
+    if settings.is_open:  # the bare address leads to the page, where no key is asked for
+        pages.append(Route("/", _always(lambda: RedirectResponse(f"{access.token}/"))))
+    document, docs = requests.document(service.about.name), requests.page(service.about.name)
+    routes = [
+        *api.routes,
+        *pages,
+        Route("/openapi.json", _always(lambda: JSONResponse(document))),
+        Route("/docs", _always(lambda: Response(docs, media_type="text/html"))),
+    ]
     known = frozenset(route.path for route in routes) - {route.path for route in pages}
-    docs = requests.page(service.about.name)
     cors = Middleware(
         CORSMiddleware,
         allow_origins=[settings.cors],
@@ -273,47 +279,25 @@ def _pages(service: Service, token: str) -> tuple[str, list[Route]]:
     html, script = (files.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "js"))
     page = html.replace("/* page.js */", script)
 
-    async def show(request: Request) -> Response:
-        return Response(page, media_type="text/html")
-
-    async def model(request: Request) -> Response:
-        return JSONResponse(asdict(service.about))
-
-    async def icon(request: Request) -> Response:
-        return Response(status_code=204)
-
     async def translate(request: Request) -> Response:
         asked = await read_json(request, _PAGE_BODY)
         return JSONResponse(await answered(request, await asyncio.to_thread(service.submit, asked)))
 
     return page, [
-        Route("/favicon.ico", icon),
-        Route(f"/{token}/", show),
-        Route(f"/{token}/model", model),
+        Route("/favicon.ico", _always(lambda: Response(status_code=204))),
+        Route(f"/{token}/", _always(lambda: Response(page, media_type="text/html"))),
+        Route(f"/{token}/model", _always(lambda: JSONResponse(asdict(service.about)))),
         Route(f"/{token}/translate", translate, methods=["POST"]),
     ]
 
 
-def _to_page(token: str) -> Route:
-    """The server's bare address leads to the page, where no key is asked for."""
+def _always(answer: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """A route that answers everyone alike."""
 
-    async def lead(request: Request) -> Response:
-        return RedirectResponse(f"{token}/")
+    async def answered(request: Request) -> Response:
+        return answer()
 
-    return Route("/", lead)
-
-
-def _documents(name: str) -> list[Route]:
-    """What says how to use the API."""
-    described, page = requests.document(name), requests.page(name)
-
-    async def document(request: Request) -> Response:
-        return JSONResponse(described)
-
-    async def docs(request: Request) -> Response:
-        return Response(page, media_type="text/html")
-
-    return [Route("/openapi.json", document), Route("/docs", docs)]
+    return answered
 
 
 class _PageGuard:

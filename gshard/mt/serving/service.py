@@ -107,7 +107,7 @@ class Service:
     """The answers, apart from how they travel."""
 
     def __init__(self, translator: TextTranslator, name: str = "model", step: int = 0):
-        self._translator = translator
+        self.translator = translator  # for callers too, for what needs no turn: cutting text
         self._requests: deque[_Request] = deque()
         self._to_compile: deque[Callable[[], Any]] = deque()
         self._missed: set[tuple[int, int]] = set()  # programs that were asked for since the start
@@ -165,11 +165,6 @@ class Service:
         waiting = _Request(target, pieces, time.monotonic(), listener=listener, source=source)
         return self._queue(waiting)
 
-    @property
-    def translator(self) -> TextTranslator:
-        """The model, for what needs no turn: cutting text."""
-        return self._translator
-
     def _queue(self, waiting: _Request) -> Future[Any]:
         with self._changed:
             if len(self._requests) >= WAITING and self._seconds_waiting() > SOON:
@@ -185,7 +180,7 @@ class Service:
 
     def warm_up(self) -> None:
         """Have programs compiled beside the work, from now on; for short sentences first."""
-        self._to_compile.extend(self._translator.to_compile())
+        self._to_compile.extend(self.translator.to_compile())
         threading.Thread(target=self._compile, name="compiler", daemon=True).start()
 
     def _checked(self, request: Any) -> _Request:
@@ -200,11 +195,11 @@ class Service:
                 413, f"{len(text):,} characters are too many for the page; {LONGEST:,} are allowed"
             )
         try:
-            target = choose_target(self._translator.tokenizer, source, target)
+            target = choose_target(self.translator.tokenizer, source, target)
         except UserError as error:
             raise RefusedError(400, str(error)) from None
         text = " ".join(well_formed(text).split())
-        pieces = [part for part in self._translator.pieces(text) if part.strip()]
+        pieces = [part for part in self.translator.pieces(text) if part.strip()]
         if len(pieces) > PIECES:
             raise RefusedError(
                 413,
@@ -223,10 +218,10 @@ class Service:
                 continue
             done = self._round(everyone)
             with self._changed:
-                for program in self._translator.missed - self._missed:
+                for program in self.translator.missed - self._missed:
                     self._missed.add(program)
                     self._to_compile.append(
-                        functools.partial(self._translator.search_program, *program)
+                        functools.partial(self.translator.search_program, *program)
                     )
                 for request in done:
                     self._requests.remove(request)
@@ -250,9 +245,9 @@ class Service:
         """Translate one batch of pieces; returns the requests that are answered by it."""
         source, target = everyone[0].source, everyone[0].target
         alike = [each for each in everyone if (each.source, each.target) == (source, target)]
-        turn = _TURN if len(alike) > 1 else self._translator.full_rows
+        turn = _TURN if len(alike) > 1 else self.translator.full_rows
         chosen: list[tuple[_Request, list[str]]] = []
-        room = self._translator.full_rows
+        room = self.translator.full_rows
         for request in alike:
             pieces = request.left[: min(turn, room)]
             chosen.append((request, pieces))
@@ -260,7 +255,7 @@ class Service:
         begin = time.monotonic()
         try:
             texts = [piece for _, pieces in chosen for piece in pieces]
-            found = iter(self._translator.translate(texts, target, source=source))
+            found = iter(self.translator.translate(texts, target, source=source))
             for request, pieces in chosen:
                 mine = zip(pieces, itertools.islice(found, len(pieces)), strict=True)
                 for piece, hypotheses in mine:
@@ -289,7 +284,7 @@ class Service:
         """A piece with the experts of its tokens; nothing for what translates to nothing."""
         if not request.shows_experts or not hypotheses[0].tokens:
             return {}
-        shown = routes(self._translator, piece, hypotheses[0], request.target, request.source)
+        shown = routes(self.translator, piece, hypotheses[0], request.target, request.source)
         return {"text": piece.strip(), **asdict(shown)}
 
     def _finish(self, request: _Request, now: float) -> bool:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from gshard.mt import atomic
+from gshard.mt.atomic import known_object
 from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION
 from gshard.mt.report import measures
 from gshard.mt.report.gathered import gather
 from gshard.mt.report.measures import Curve, centred_mean
-from gshard.mt.study.plan import TRAINED, Study, read_json
+from gshard.mt.study.plan import TRAINED, Study
 from gshard.pages import Chart, ChartAxis, Series, curves
 
 METRICS = ("bleu", "chrf")
@@ -76,7 +77,7 @@ def models(plan: Study) -> list[Scored]:
     found = []
     for run in plan.runs:
         place = plan.place(run.name)
-        scores, trained = read_json(place / EVALUATION), read_json(place / TRAINED)
+        scores, trained = (known_object(place / name) for name in (EVALUATION, TRAINED))
         if scores is None or trained is None:
             continue
         shape, (gathered,) = run.config.model, gather([place])
@@ -94,7 +95,7 @@ def baselines(plan: Study) -> dict[str, Mapping[str, Any]]:
     """The scores of the bilingual models, by task; {} if there are none."""
     if plan.baselines is None:
         return {}
-    found = read_json(plan.place(plan.baselines.of) / BASELINES)
+    found = known_object(plan.place(plan.baselines.of) / BASELINES)
     return dict(found["tasks"]) if found else {}
 
 

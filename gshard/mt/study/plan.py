@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gshard.mt import atomic
+from gshard.mt.atomic import known_object
 from gshard.mt.config import RunConfig, conflicts, override, read
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.evaluation.baseline_plan import SIZES, BaselineConfig, Size, of_steps
@@ -290,19 +291,11 @@ class Entry:
         return STAGES.index(self.stage) >= STAGES.index(stage)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None if there is none, or half of one."""
-    try:
-        return atomic.read_object(path)
-    except (OSError, ValueError):
-        return None
-
-
 def entry(plan: Study, run: PlannedRun) -> Entry:
     """How far a run is."""
     place = plan.place(run.name)
-    trained, translated = read_json(place / TRAINED), read_json(place / TRANSLATED)
-    scores = read_json(place / EVALUATION)
+    files = (TRAINED, TRANSLATED, EVALUATION)
+    trained, translated, scores = (known_object(place / name) for name in files)
     records = read_metrics(place)
     dev = [record for record in records if record.get("kind") == "dev"]
     last: dict[str, Any] = trained or (records[-1] if records else {})

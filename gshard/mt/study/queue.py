@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.mt import atomic, hosts
+from gshard.mt.atomic import known_object
 from gshard.mt.batching.batches import Batches
 from gshard.mt.batching.tokenizer import Tokenizer, train_tokenizer
 from gshard.mt.config import DeviceConfig, RunConfig
@@ -42,7 +43,6 @@ from gshard.mt.study.plan import (
     Study,
     baselines_stage,
     entry,
-    read_json,
 )
 from gshard.mt.training import loop
 from gshard.mt.training.checkpoint import FOLDER
@@ -144,7 +144,7 @@ def _seconds(plan: Study, planned: PlannedRun) -> float:
     """The seconds that end a run; 0 if steps do."""
     if not planned.seconds_of:
         return planned.seconds
-    other = read_json(plan.place(planned.seconds_of) / TRAINED)
+    other = known_object(plan.place(planned.seconds_of) / TRAINED)
     if other is None:
         raise UserError(
             f"{planned.name!r} takes as long as {planned.seconds_of!r}, which is not trained yet"
@@ -187,7 +187,7 @@ def score(plan: Study, planned: PlannedRun, progress: Progress) -> dict[str, Any
     """The scores of what was translated, `evaluation.json`; the weights need not be there."""
     run = Run.open(plan.place(planned.name))
     run.make_vocabulary()
-    note = read_json(run.folder / TRANSLATED)
+    note = known_object(run.folder / TRANSLATED)
     if note is None:
         raise UserError(f"{run.folder} has not been translated with yet")
 

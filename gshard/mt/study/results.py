@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.mt import atomic
+from gshard.mt.atomic import known_object
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.evaluate import EVALUATION, EvaluateConfig
 from gshard.mt.evaluation.store import Store, folder_of, held_out, tasks_of
@@ -29,7 +30,7 @@ from gshard.mt.study.analysis import (
     verbatim,
 )
 from gshard.mt.study.figures import GROUPS, Scored
-from gshard.mt.study.plan import TRANSLATED, Study, entry, read_json
+from gshard.mt.study.plan import TRANSLATED, Study, entry
 
 RESULTS, TABLES = "study.json", "tables.md"
 _RESAMPLES = 1000
@@ -40,7 +41,7 @@ def write_results(plan: Study, out: Path) -> list[Path]:
     found = figures.models(plan)
     if not found:
         raise UserError(f"no run of {plan.path} is scored yet (`gshard study {plan.path}`)")
-    zero, before = figures.baselines(plan), read_json(out / RESULTS) or {}
+    zero, before = figures.baselines(plan), known_object(out / RESULTS) or {}
     equal = min(model.seconds for model in found)
     out.mkdir(parents=True, exist_ok=True)
     results = {
@@ -145,7 +146,7 @@ def _experts(plan: Study, found: Sequence[Scored]) -> dict[str, list[dict[str, A
     """How each mixture's layers use their experts."""
     uses = {}
     for model in found:
-        evaluation = read_json(plan.place(model.name) / EVALUATION) or {}
+        evaluation = known_object(plan.place(model.name) / EVALUATION) or {}
         if layers := layers_of(evaluation.get("experts", {})):
             uses[model.label] = [dataclasses.asdict(layer) for layer in layers]
     return uses
@@ -154,7 +155,7 @@ def _experts(plan: Study, found: Sequence[Scored]) -> dict[str, list[dict[str, A
 def _verbatim(plan: Study, found: Sequence[Scored], before: Mapping[str, Any]) -> dict[str, Any]:
     """How much of each model's output is its training text; known ones are not counted again."""
     digests = {
-        model.name: str((read_json(plan.place(model.name) / TRANSLATED) or {}).get("digest"))
+        model.name: str((known_object(plan.place(model.name) / TRANSLATED) or {}).get("digest"))
         for model in found
     }
     old = before.get("recited", {})
@@ -179,7 +180,7 @@ def _examples(plan: Study, found: Sequence[Scored]) -> list[dict[str, Any]]:
     for task in dict.fromkeys(order[place] for place in (0, len(order) // 2, -1)):
         entry: dict[str, Any] = {}
         for model in found:
-            evaluation = read_json(plan.place(model.name) / EVALUATION) or {}
+            evaluation = known_object(plan.place(model.name) / EVALUATION) or {}
             mine = [each for each in evaluation.get("examples", []) if each["task"] == task]
             if mine:
                 entry.setdefault("translations", {})[model.label] = mine[0]["translation"]
@@ -198,7 +199,7 @@ def comparisons(
     for first, second in plan.compare:
         if not {first, second} <= names:
             continue
-        notes = [read_json(plan.place(name) / TRANSLATED) or {} for name in (first, second)]
+        notes = [known_object(plan.place(name) / TRANSLATED) or {} for name in (first, second)]
         # What is drawn is part of the key: a study made before that has narrower intervals.
         key = " ".join(["english", first, second, *(note.get("digest", "") for note in notes)])
         made.append(known.get(key) or _compared(plan, first, second, key))
@@ -208,7 +209,7 @@ def comparisons(
 def _compared(plan: Study, first: str, second: str, key: str) -> dict[str, Any]:
     pairs = paired_translations(plan, first, second)
     compared: dict[str, Any] = {"key": key, "first": first, "second": second, "groups": {}}
-    scores = read_json(plan.place(first) / EVALUATION) or {"tasks": {}}
+    scores = known_object(plan.place(first) / EVALUATION) or {"tasks": {}}
     for group in ("all", "low"):
         members = [
             pair for name, pair in pairs.items() if group in ("all", scores["tasks"][name]["group"])
@@ -243,7 +244,7 @@ def paired_translations(plan: Study, first: str, second: str) -> dict[str, Paire
 
 
 def _store(place: Path, config: EvaluateConfig) -> Store:
-    note = read_json(place / TRANSLATED)
+    note = known_object(place / TRANSLATED)
     if note is None:
         raise UserError(f"{place} has not been translated with yet")
     folder = folder_of(place, f"step-{note['step']}", config.split, config.beam, config.alpha)

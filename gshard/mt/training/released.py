@@ -6,12 +6,9 @@ them, so names, shapes and values are checked too.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import FILES
@@ -31,9 +28,7 @@ _LATER = (DETECTOR, MADE)  # which releases of earlier versions have not
 
 def verified_in(folder: Path) -> tuple[str, ...]:
     """The files of a release whose checksums are written, and compared when it is loaded."""
-    listed: Mapping[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):  # which is told elsewhere
-        listed = atomic.read_object(folder / checksums.FILE)
+    listed = atomic.known_object(folder / checksums.FILE) or {}  # damage is told elsewhere
     later = (name for name in _LATER if name in listed or (folder / name).exists())
     return (*VERIFIED, *later)
 

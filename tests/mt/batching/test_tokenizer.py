@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gshard.mt.batching import tokens as tokens_module
-from gshard.mt.batching.sampling import temperature_shares
 from gshard.mt.batching.tokenizer import (
     END,
     PAD,
@@ -16,6 +15,7 @@ from gshard.mt.batching.tokenizer import (
     Task,
     Tokenizer,
     VocabularyConfig,
+    temperature_shares,
     train_tokenizer,
 )
 from gshard.mt.batching.tokens import open_tokens

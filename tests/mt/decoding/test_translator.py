@@ -181,7 +181,7 @@ def test_target_languages(tokenizer):
 
     for directions, target in (("to-english", "en"), ("from-english", "de")):
         only = type(tokenizer)(
-            *tokenizer._models, VocabularyConfig(directions=directions, languages=("de",))
+            *tokenizer.models, VocabularyConfig(directions=directions, languages=("de",))
         )
         assert choose_target(only) == target
         with pytest.raises(UserError, match=f"translated into: {target}"):

@@ -6,10 +6,11 @@ import json
 import jax
 import pytest
 
+from gshard.mt.atomic import known_object
 from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.study import queue
-from gshard.mt.study.plan import TRAINED, entry, lines, read_json, read_plan
+from gshard.mt.study.plan import TRAINED, entry, lines, read_plan
 from gshard.mt.study.queue import Shown, Wanted, work
 from gshard.mt.study.results import write_results
 from tests.mt.runs import Notes, losses
@@ -123,7 +124,7 @@ def _interrupted_training(plan):
     assert any(note.startswith("resuming at step") for note in again.notes)
     run = Run.open(plan.place("dense"))
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
-    trained = read_json(plan.place("dense") / TRAINED)
+    trained = known_object(plan.place("dense") / TRAINED)
     assert trained["step"] == 6
     assert trained["tokens"] == [r for r in run.metrics() if r["kind"] == "train"][-1]["tokens"]
     assert all_stages(plan) == ["trained", "waiting", "waiting"]
@@ -172,7 +173,7 @@ def _scored_without_weights(plan):
     assert [model["name"] for model in results["models"]] == ["dense", "moe", "longer"]
     (compared,) = results["comparisons"]
     assert compared["groups"]["all"]["chrf"]["languages"] == 3
-    evaluation = read_json(plan.place("moe") / "evaluation.json")
+    evaluation = known_object(plan.place("moe") / "evaluation.json")
     assert results["models"][1]["chrf"] == pytest.approx(evaluation["averages"]["all"]["chrf"])
     assert len(evaluation["experts"]["encoder"]["de-en"][0]) == 4
 

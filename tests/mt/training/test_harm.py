@@ -101,7 +101,7 @@ def test_weights_are_not_loaded_with_another_vocabulary_or_model(half, tokenizer
     with pytest.raises(UserError, match=r"model.gating.top_k was 2 and is now 1"):
         load_model(again(half), "last")
     path.write_text(json.dumps(good))
-    swapped = Tokenizer(*half.tokenizer._models[::-1], half.tokenizer.config)
+    swapped = Tokenizer(*half.tokenizer.models[::-1], half.tokenizer.config)
     swapped.save(half.folder / "vocabulary")
     with pytest.raises(UserError, match=r"the vocabularies are others|another model"):
         load_model(again(half), "last")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gshard.models.operators import OPERATORS, growth
+from benchmarks.operators import OPERATORS, growth
 
 
 @pytest.mark.parametrize("name", OPERATORS)

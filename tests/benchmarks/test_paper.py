@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gshard.models import paper
+from benchmarks import paper
 
 
 def test_all_to_all_grows_as_the_paper_measured_and_all_reduce_does_not():

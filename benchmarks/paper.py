@@ -1,6 +1,6 @@
 """The paper's figures (section 5 and its table of steps per second) beside ours.
 
-    python -m gshard.models.paper
+    python -m benchmarks.paper
 
 prints them all as Markdown. Three constants of TPU v3 are fitted: `skew_seconds`, how much later
 the last device comes to a collective for each hop across the network, to the AllToAlls' share of a
@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.operators import OPERATORS, growth
 from gshard.forecast import Forecast, Hardware, hardware
 from gshard.forecast.collective import collective_seconds
 from gshard.models.family import PARTS, part_of, plan
-from gshard.models.operators import OPERATORS, growth
 
 STEPS = {  # steps per second (table of section 4.4)
     "moe_2048e_36l": 0.72,
