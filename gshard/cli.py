@@ -32,6 +32,7 @@ from gshard.commands import (
     importing,
     interval,
     launch,
+    profile,
     release,
     report,
     serve,
@@ -76,6 +77,7 @@ app.command(rich_help_panel=_PROGRAMS)(explain.explain)
 app.command(rich_help_panel=_PROGRAMS)(fits.fits)
 app.command(rich_help_panel=_PROGRAMS)(forecast.forecast)
 app.command(rich_help_panel=_PROGRAMS)(interval.interval)
+app.command(rich_help_panel=_PROGRAMS)(profile.profile)
 app.add_typer(data.app, name="data", rich_help_panel=_TRANSLATION)
 for _command in (
     train.train,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gshard.explanation.profiled import Place
 from gshard.forecast.collective import KINDS
 from gshard.graph.reason import Reason
 from gshard.graph.source import shown_line
@@ -113,6 +114,16 @@ class HloProgram:
             runs = self._runs.get(product.computation, 1)
             found += 2.0 * runs * inner * math.prod(product.shapes[0][1])
         return found
+
+    def places(self) -> dict[str, Place]:
+        """The line, operator and runs of each instruction, by its name."""
+        lines = {i: self._line(i) for i in self._instructions}
+        return {
+            i.name: Place(
+                "unknown" if "<" in line else line, i.op, self._runs.get(i.computation, 1)
+            )
+            for i, line in lines.items()
+        }
 
     def _values(self, found: Instruction) -> Iterator[tuple[Instruction, str, int]]:
         """The values that a collective combines: each with its own line, its dtype and bytes."""

@@ -24,6 +24,7 @@ from gshard.checking.replaying.replay import Replay, Until
 from gshard.checking.report import Report
 from gshard.checking.smaller import Resized, reduced, tiles_by_size
 from gshard.explanation import Explanation
+from gshard.explanation.profiled import Profile, profile
 from gshard.forecast import Forecast, Hardware, forecast
 from gshard.forecast.collective import Topology
 from gshard.forecast.program import body_of
@@ -37,6 +38,7 @@ from gshard.pipelining.meaning import Pipe, pipeline_p
 from gshard.pipelining.schedules import Schedule
 from gshard.planning.plan import Plan
 from gshard.runtime.compiled import Compiled, Stage
+from gshard.runtime.hlo import HloProgram
 from gshard.runtime.program import Program
 from gshard.runtime.xla import Partitioned
 from gshard.tensors.sharding import Sharding
@@ -260,6 +262,19 @@ class Lowered(Stage):
         `growth` has forecasts of the same step for other numbers of devices, to be plotted.
         """
         return self.explain(hardware).page(growth)
+
+    def measured(self, trace: str | Path, hardware: str | Path | Hardware | None = None) -> Profile:
+        """A trace of `jax.profiler` with steps of this program, compared with its forecast.
+
+        `trace` is the folder given to `jax.profiler.trace` while `self.compile()`, or the function
+        of `gshard.jit`, ran on the devices. The result has times by line and by collective, and
+        the hardware fitted to them: `Path("mine.toml").write_text(profile.hardware_toml())`.
+        """
+        program, text = self._own(), self.compile().as_text() or ""
+        expected = self._forecast_alone(hardware)
+        module = text.partition("HloModule ")[2].partition(",")[0]
+        places = HloProgram(text, expected.devices).places()
+        return profile(program.name, module, expected, places, trace)
 
     def _forecast_alone(self, hardware: str | Path | Hardware | None) -> Forecast:
         """The forecast without the constant that is fitted to complete training steps."""

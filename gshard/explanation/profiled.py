@@ -1,0 +1,224 @@
+"""A profile compared with its forecast: each line and collective, and hardware fitted to it.
+
+A trace of `jax.profiler` has the time of every instruction of a compiled program on every device.
+XLA's HLO says which line an instruction is of. A device that is early at a collective waits in it:
+a collective counts with the shortest time among the devices, everything else with the median.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gshard.forecast import Forecast, Hardware
+from gshard.forecast.collective import KINDS
+from gshard.forecast.time import Timed
+from gshard.graph.readable import duration, size
+
+_LINES = 15  # shown
+_SHARE = 0.02  # of the forecast: a resource below it is not fitted
+_PRIOR = 0.05  # the weight of one scale for all resources, against that of the lines
+_TERMS = {"arithmetic": 0, "memory": 1, "links": 2}
+_AROUND = ("while", "conditional", "call")  # instructions whose bodies have times of their own
+
+Work = tuple[str, bool]  # the operators of a line: its collectives, or the others
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an instruction comes from: its line, its operator, and runs of it in a step."""
+
+    line: str
+    operator: str
+    runs: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line or a collective: seconds in a step, measured and forecast, and bytes sent."""
+
+    name: str
+    measured: float
+    forecast: float
+    sent: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured compared with what was forecast; prints as one screen."""
+
+    name: str
+    devices: int
+    steps: int
+    measured: float  # seconds of a step's operators
+    forecast: float
+    lines: tuple[Row, ...]
+    collectives: tuple[Row, ...]
+    hardware: Hardware  # with efficiencies fitted to the measured times
+
+    def __str__(self) -> str:
+        ratio = self.measured / (self.forecast or 1.0)
+        text = [
+            f"{self.name} on {self.devices} x {self.hardware.name}, {self.steps} steps: "
+            f"{duration(self.measured)} measured, {duration(self.forecast)} forecast "
+            f"({ratio:.2f} times the forecast)"
+        ]
+        for title, rows in (("line", self.lines), ("collective", self.collectives)):
+            shown = rows[:_LINES]
+            width = max((len(row.name) for row in shown), default=0)
+            if shown:
+                text += ["", f"{title:<{width}}  {'measured':>9} {'forecast':>9} {'sent':>9}"]
+            text += [
+                f"{row.name:<{width}}  {duration(row.measured):>9} "
+                f"{duration(row.forecast) if row.forecast else '':>9} "
+                f"{size(row.sent) if row.sent else '':>9}".rstrip()
+                for row in shown
+            ]
+            if len(rows) > _LINES:
+                text.append(f"and {len(rows) - _LINES} more")
+        paid = self.hardware.efficiency
+        fitted = f"products {paid.products:.3g}, memory {paid.memory:.3g}, links {paid.links:.3g}"
+        return "\n".join([*text, "", f"fitted efficiency: {fitted}"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Machine-readable."""
+        return asdict(self)
+
+    def hardware_toml(self) -> str:
+        """The fitted hardware as a file that `hardware=` and `--hardware` accept."""
+        fields = asdict(self.hardware)
+        tables = {name: v for name, v in fields.items() if isinstance(v, Mapping)}
+        text = [f"# Fitted to {self.steps} profiled steps of {self.name}."]
+        text += [f"{k} = {_toml(v)}" for k, v in fields.items() if k not in tables]
+        for name, table in tables.items():
+            text += ["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in table.items())]
+        return "\n".join(text) + "\n"
+
+
+def profile(
+    name: str, module: str, forecast: Forecast, places: Mapping[str, Place], trace: str | Path
+) -> Profile:
+    """A trace of the program `module` compared with its forecast; `places` by instruction."""
+    taken = _by_device(Path(trace), module, places)
+    if not taken:
+        raise ValueError(
+            f"the trace in {trace} has no step of {module}: run the compiled function inside of "
+            "jax.profiler.trace, and keep it that long"
+        )
+    steps = statistics.mode(
+        round(len(times) / places[op].runs) or 1 for d in taken.values() for op, times in d.items()
+    )
+    seconds: dict[str, float] = {}
+    for op in {op for own in taken.values() for op in own}:
+        found = [sum(own[op]) / steps for own in taken.values() if op in own]
+        of_all = min if _kind(places[op]) else statistics.median
+        seconds[op] = of_all(found)
+    lines: dict[str, float] = defaultdict(float)
+    sends: dict[str, float] = defaultdict(float)
+    works: dict[Work, float] = defaultdict(float)
+    for op, each in seconds.items():
+        line, kind = places[op].line, _kind(places[op])
+        lines[line] += each
+        works[line, bool(kind)] += each
+        if kind:
+            sends[f"{kind} at {line}"] += each
+    values = [(t.source, t) for t in forecast.values]
+    sent = [(f"{t.collective} at {t.source}", t) for t in forecast.operators if t.collective]
+    rows = _rows(lines, values)
+    fitted = _fitted(forecast.hardware, works, forecast.values, name)
+    both = sum(seconds.values()), sum(row.forecast for row in rows)
+    return Profile(name, forecast.devices, steps, *both, rows, _rows(sends, sent), fitted)
+
+
+def _kind(place: Place) -> str:
+    """The kind of a collective, as gshard calls it; "" for another operator."""
+    kind = place.operator.removesuffix("-start").replace("-", "_")
+    return kind if kind in KINDS else ""
+
+
+def _by_device(
+    trace: Path, module: str, places: Mapping[str, Place]
+) -> dict[str, dict[str, list[float]]]:
+    """The seconds of each run of each instruction, by device."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for path in [trace] if trace.is_file() else sorted(trace.rglob("*.xplane.pb")):
+        for device, op, seconds in _events(path, module):
+            if op in places and places[op].operator not in _AROUND:
+                found.setdefault(device, {}).setdefault(op, []).append(seconds)
+    return found
+
+
+def _events(path: Path, module: str) -> Iterator[tuple[str, str, float]]:
+    """Device, instruction and seconds: CPUs number their devices, others have a plane for each."""
+    from jax.profiler import ProfileData
+
+    for plane in ProfileData.from_file(str(path)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                if stats.get("hlo_module") == module and "hlo_op" in stats:
+                    device = f"{plane.name}:{stats.get('device_ordinal', '')}"
+                    yield device, str(stats["hlo_op"]), event.duration_ns / 1e9
+
+
+def _rows(measured: Mapping[str, float], values: Sequence[tuple[str, Timed]]) -> tuple[Row, ...]:
+    expected: dict[str, float] = defaultdict(float)
+    sent: dict[str, int] = defaultdict(int)
+    for name, t in values:
+        expected[name] += t.alone_seconds * t.count
+        sent[name] += t.sent * t.count
+    names = dict.fromkeys([*measured, *expected])
+    rows = [Row(n, measured.get(n, 0.0), expected[n], sent[n]) for n in names]
+    return tuple(sorted(rows, key=lambda r: -max(r.measured, r.forecast)))
+
+
+def _fitted(
+    machine: Hardware, measured: Mapping[Work, float], values: Sequence[Timed], name: str
+) -> Hardware:
+    """The hardware whose forecast is nearest to the measured times: least squares, positive.
+
+    A resource that these lines do not tell from others is scaled as the step is.
+    """
+    from scipy.optimize import nnls
+
+    expected: dict[Work, list[float]] = defaultdict(lambda: [0.0] * 4)
+    for t in values:
+        own = expected[t.source, bool(t.collective)]  # products, memory, links, starts
+        own[_TERMS[t.bound]] += (t.alone_seconds - t.start_seconds) * t.count
+        own[3] += t.start_seconds * t.count
+    known = [work for work in measured if work in expected]
+    terms = np.array([expected[work] for work in known]).reshape(-1, 4)
+    times = np.array([measured[work] for work in known])
+    times *= sum(measured.values()) / (times.sum() or 1.0)  # with what XLA added, such as copies
+    sums = terms.sum(0)
+    used = np.flatnonzero(sums >= _SHARE * sums.sum())
+    ratio = times.sum() / (sums.sum() or 1.0)
+    prior = _PRIOR * np.diag(np.linalg.norm(terms, axis=0))[used][:, used]
+    rest = times - np.delete(terms, used, 1).sum(1)
+    scale = np.ones(4)
+    if len(used):
+        rows = np.concatenate([terms[:, used], prior])
+        scale[used] = nnls(rows, np.concatenate([rest, prior.sum(1) * ratio]))[0]
+    scale[scale <= 0] = 1.0
+    paid = machine.efficiency
+    fitted = replace(
+        paid,
+        products=float(paid.products / scale[0]),
+        memory=float(paid.memory / scale[1]),
+        links=float(paid.links / scale[2]),
+        operator_seconds=float(paid.operator_seconds * scale[3]),
+        fitted=f"to profiled steps of {name}",
+    )
+    return machine.replace(efficiency=fitted)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool | str):
+        return f'"{value}"' if isinstance(value, str) else str(value).lower()
+    return repr(value)

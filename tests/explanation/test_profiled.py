@@ -1,0 +1,119 @@
+"""Profiles: read from a trace, compared with the forecast by line, and fitted."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+import gshard
+from gshard.explanation.profiled import Place, profile
+from gshard.forecast import hardware
+
+PLACES = {
+    "dot.1": Place("model.py:3", "dot", 1),
+    "all-reduce.2": Place("model.py:4", "all-reduce-start", 2),
+    "while.3": Place("model.py:4", "while", 1),
+}
+
+
+def event(op, microseconds, device):
+    values = [f'str_value: "{op}"', 'str_value: "jit_f"', f"int64_value: {device}"]
+    stats = " ".join(f"stats {{ metadata_id: {n} {v} }}" for n, v in enumerate(values, 1))
+    return f"events {{ metadata_id: 1 duration_ps: {microseconds * 10**6} {stats} }}"
+
+
+def trace(folder, events):
+    """A trace of one line of events, as JAX writes it."""
+    names = ("hlo_op", "hlo_module", "device_ordinal")
+    metadata = "".join(
+        f'stat_metadata {{ key: {n} value {{ id: {n} name: "{name}" }} }}'
+        for n, name in enumerate(names, 1)
+    )
+    metadata += 'event_metadata { key: 1 value { id: 1 name: "an op" } }'
+    text = f'planes {{ name: "/host:CPU" {metadata} lines {{ name: "a" {" ".join(events)} }} }}'
+    path = folder / "host.xplane.pb"
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+    return folder
+
+
+def step(ws, x):
+    x, ws = gshard.split(x, 0, 8), gshard.fsdp(ws, 8)
+
+    def loss(ws):
+        h = x @ ws["a"]
+        h = jnp.tanh(h)
+        y = h @ ws["b"]
+        return jnp.mean(y**2)
+
+    return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
+
+
+def lowered(rows=64):
+    struct = jax.ShapeDtypeStruct
+    ws = {"a": struct((32, 64), "float32"), "b": struct((64, 32), "float32")}
+    return gshard.jit(step).lower(ws, struct((rows, 32), "float32"))
+
+
+def test_waits_at_collectives_do_not_count_and_loops_are_not_counted_twice(tmp_path):
+    events = []
+    for _ in range(3):  # steps
+        for device, (dot, wait) in enumerate([(10, 90), (30, 50), (20, 70)]):
+            events.append(event("dot.1", dot, device))
+            events += [event("all-reduce.2", wait, device)] * 2
+            events.append(event("while.3", 1000, device))
+    found = profile("f", "jit_f", lowered().forecast("h100"), PLACES, trace(tmp_path, events))
+    assert found.steps == 3
+    rows = {row.name: row.measured for row in found.lines}
+    assert np.isclose(rows["model.py:3"], 20e-6)  # the median of devices
+    assert np.isclose(rows["model.py:4"], 100e-6)  # the last device waits for none
+    assert np.isclose(found.measured, 120e-6)
+    with pytest.raises(ValueError, match="has no step of jit_g: run the compiled function inside"):
+        profile("g", "jit_g", lowered().forecast("h100"), PLACES, tmp_path)
+
+
+def test_a_real_trace_has_every_collective_and_the_fit_meets_its_times(tmp_path):
+    program = lowered()
+    compiled = program.compile()
+    arguments = {"a": jnp.ones((32, 64)), "b": jnp.ones((64, 32))}, jnp.ones((64, 32))
+    jax.block_until_ready(compiled(*arguments))
+    with jax.profiler.trace(str(tmp_path)):
+        for _ in range(2):
+            jax.block_until_ready(compiled(*arguments))
+    found = program.measured(tmp_path)
+    assert found.steps == 2
+    sent = {row.name: row for row in found.collectives}
+    assert {name for name, row in sent.items() if row.forecast} <= {
+        name for name, row in sent.items() if row.measured
+    }
+    assert sum(row.sent for row in found.lines) == sum(c.total_bytes for c in program.collectives)
+    assert " measured, " in str(found)
+    path = tmp_path / "mine.toml"
+    path.write_text(found.hardware_toml())
+    assert hardware(path) == replace(found.hardware, flops=dict(found.hardware.flops))
+
+
+def test_hardware_is_fitted_to_what_was_measured(tmp_path):
+    """Times of hardware half as fast in products and links are met on a batch not seen."""
+    true = hardware("h100")
+    true = true.replace(efficiency=replace(true.efficiency, products=0.31, memory=0.5, links=0.4))
+    believed = hardware("h100")
+
+    def forecast(rows, machine):
+        ws = {"a": (4096, 8192), "b": (8192, 4096)}
+        given = {n: jax.ShapeDtypeStruct(s, "bfloat16") for n, s in ws.items()}
+        x = jax.ShapeDtypeStruct((rows, 4096), "bfloat16")
+        return gshard.jit(step, devices=8, hardware=believed).lower(given, x).forecast(machine)
+
+    real = forecast(32768, true)
+    places, events = {}, []
+    for n, t in enumerate(real.values):
+        places[f"op.{n}"] = Place(t.source, t.collective.replace("_", "-") or "dot", 1)
+        events.append(event(f"op.{n}", round(t.alone_seconds * t.count * 1e6), 0))
+    found = profile("f", "jit_f", forecast(32768, believed), places, trace(tmp_path, events))
+    for rows in (8192, 65536):
+        want = forecast(rows, true).serial_seconds
+        got = forecast(rows, found.hardware).serial_seconds
+        assert abs(got / want - 1) < 0.05
