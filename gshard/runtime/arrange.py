@@ -17,7 +17,7 @@ from gshard.graph import bodies
 from gshard.moving.seen import Seen
 from gshard.planning.plan import Plan
 from gshard.propagation.propagate import Propagated
-from gshard.runtime.ports import Port, ports, with_weak_type
+from gshard.runtime.ports import Port, ports
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -71,8 +71,8 @@ def arrange(
         opaque = arrays[0] if captured.variant.opaque_first else None
         place = Place(mesh.axis_names, count, opaque=opaque)
         tiles = [p.enter(a) for p, a in zip(into, arrays, strict=True)]
-        results = [p.leave(t) for p, t in zip(out_of, local(place, tiles), strict=True)]
-        return [_of_type(x, aval) for x, aval in zip(results, captured.types, strict=True)]
+        results = zip(out_of, local(place, tiles), captured.types, strict=True)
+        return [p.leave(t, aval) for p, t, aval in results]
 
     step = jax.shard_map(
         on_device,
@@ -95,10 +95,3 @@ def arrange(
     return Arrangement(
         flat, found, mesh, consts, into, out_of, tuple(structs), mapped, Plan(planned, count), seen
     )
-
-
-def _of_type(result: jax.Array, aval: Any) -> jax.Array:
-    """A result with the weak type of the user's function, which no operator preserves."""
-    assert result.dtype == aval.dtype, (result.dtype, aval)
-    weak = getattr(aval, "weak_type", False)
-    return result if weak == jax.typeof(result).weak_type else with_weak_type(result, weak)

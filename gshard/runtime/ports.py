@@ -65,9 +65,12 @@ class Port:
             array = jnp.zeros(self.sharding.local_shape(self.shape), array.dtype)
         return Tile(array, self.sharding, self.shape)
 
-    def leave(self, tile: Tile) -> jax.Array:
-        """The output for a result's tile."""
-        return jnp.zeros(self.shape, tile.array.dtype) if 0 in self.shape else tile.array
+    def leave(self, tile: Tile, aval: Any) -> jax.Array:
+        """The output for a result's tile, with the weak type of `aval`, which no operator keeps."""
+        assert tile.array.dtype == aval.dtype, (tile, aval)
+        out = jnp.zeros(self.shape, aval.dtype) if 0 in self.shape else tile.array
+        weak = getattr(aval, "weak_type", False)
+        return out if weak == jax.typeof(out).weak_type else with_weak_type(out, weak)
 
     def whole_in(self, value: jax.Array) -> jax.Array:
         """A logical value as an input, for programs of logical values."""

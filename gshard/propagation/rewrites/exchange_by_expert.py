@@ -141,10 +141,10 @@ class _ExpertRegion:
         while before != len(self.members):
             before = len(self.members)
             for eqn in reversed(self.eqns):
-                for factor in self.factors(eqn, eqn.outvars):
+                for factor in self.row_factors(eqn, eqn.outvars):
                     self.add(eqn, factor)
             for eqn in self.eqns:
-                for factor in self.factors(eqn, eqn.invars):
+                for factor in self.row_factors(eqn, eqn.invars):
                     rows = [eqn.invars[i] for i in self.along(eqn, factor)[0]]
                     if all(a in self.members or self.is_taken(a) for a in rows):
                         self.add(eqn, factor)
@@ -154,7 +154,7 @@ class _ExpertRegion:
         for atom, dim in self.dims(eqn, factor):
             self.members.setdefault(atom, dim)
 
-    def factors(self, eqn: JaxprEqn, atoms: Sequence[Any]) -> list[Factor]:
+    def row_factors(self, eqn: JaxprEqn, atoms: Sequence[Any]) -> list[Factor]:
         """The factors of a row-wise operator that are the rows of some members among `atoms`."""
         known = [a for a in atoms if not isinstance(a, Literal) and a in self.members]
         if not known or eqn in self.before or eqn.primitive not in RULES:
@@ -207,7 +207,7 @@ class _ExpertRegion:
         for eqn in self.eqns:
             if eqn in products:
                 self.multiply(eqn)
-            elif factors := self.factors(eqn, eqn.outvars):
+            elif factors := self.row_factors(eqn, eqn.outvars):
                 self.by_rows(eqn, factors)
             elif not self.try_put(eqn) and not self.try_take(eqn):
                 known = len(self.token_major)
