@@ -109,6 +109,53 @@ def test_only_the_proxys_own_address_is_believed():
         Settings(proxies=proxies)
 
 
+def test_the_proxy_of_compose_is_the_one_believed_and_reaches_the_server():
+    yaml = pytest.importorskip("yaml")
+    services = yaml.safe_load(COMPOSE)["services"]
+    proxy, command = services["proxy"], services["gshard"]["command"].split()
+    address = proxy["networks"]["front"]["ipv4_address"]
+    assert address == command[command.index("--proxies") + 1]
+    port = command[command.index("--port") + 1]
+    assert proxy["command"].endswith(f"--to gshard:{port}")
+    inside = re.search(r"--from \S+:(\d+) ", proxy["command"])[1]
+    assert proxy["ports"] == [f"${{PORT:-443}}:{inside}"]
+    assert int(inside) > 1023  # a user that is not root may listen there
+    assert int(proxy["user"].split(":")[0]) > 0
+    assert proxy["cap_drop"] == ["ALL"]
+    assert "ports" not in services["gshard"]
+
+
+def test_kubernetes_runs_the_image_as_its_user_and_the_service_leads_to_it():
+    yaml = pytest.importorskip("yaml")
+    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    assert (deployment["kind"], service["kind"]) == ("Deployment", "Service")
+    template = deployment["spec"]["template"]
+    labels = template["metadata"]["labels"]
+    assert labels == deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+    pod = template["spec"]
+    (container,) = pod["containers"]
+    (port,) = container["ports"]
+    assert {p["targetPort"] for p in service["spec"]["ports"]} == {port["name"]}
+    name, _, *rest = container["args"]
+    given = dict(word.removeprefix("--").split("=") for word in rest)
+    known = {o for p in typer.main.get_command(app).commands[name].params for o in p.opts}
+    assert {f"--{option}" for option in given} <= known
+    assert int(given["port"]) == port["containerPort"]
+    user = re.findall(r"(?m)^USER (\d+):(\d+)$", DOCKERFILE.read_text())[-1]
+    context = pod["securityContext"]
+    assert (context["runAsUser"], context["runAsGroup"]) == tuple(map(int, user))
+    assert context["runAsNonRoot"] is True
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+    assert given["keys"].startswith(mounts["keys"] + "/")
+    probes = {
+        container[f"{n}Probe"]["httpGet"]["path"] for n in ("startup", "readiness", "liveness")
+    }
+    assert probes == {"/ready", "/health"}
+    assert pod["terminationGracePeriodSeconds"] > 60
+
+
 def test_the_keys_are_the_services_alone():
     unit = dict(re.findall(r"(?m)^(\w+)=(.*)$", UNIT))
     name, _, path = unit["LoadCredential"].partition(":")
