@@ -101,7 +101,7 @@ def of_paper(devices: int = 2048, layers: int = 12) -> bool:
     """The step with Adafactor, dropout and top-2 gating, as many experts as devices."""
     model = FAMILY["moe_2048e_12l"].replace(
         experts=devices, groups=devices, encoder_layers=layers // 2, decoder_layers=layers // 2,
-        source_vocab=12, target_vocab=8, model_dim=4, hidden_dim=6, heads=2, key_dim=2, value_dim=2,
+        source_vocab=12, target_vocab=8, model_dim=2, hidden_dim=3, heads=2, key_dim=2, value_dim=2,
     )  # fmt: skip
     model = replace(model, devices=devices, batch_tokens=2 * devices, length=2)
     head()

@@ -24,7 +24,7 @@ from gshard.checking.lockstep import Event, Lockstep, Numbers, Path, runs_of
 from gshard.checking.replaying.emitted import Emitted
 from gshard.checking.report import Difference, Report
 from gshard.checking.tiles import Tiling, logical
-from gshard.graph.regions import bodies, loop_bodies
+from gshard.graph.regions import at_every_level, bodies, loop_bodies
 from gshard.graph.source import source_of
 from gshard.moving.seen import Held
 from gshard.tensors.sharding import Sharding
@@ -47,7 +47,9 @@ class Logical:
         self, emitted: Emitted, arguments: Sequence[Value], asked: dict[Any, tuple[Jaxpr, int]]
     ):
         machine = Lockstep(emitted.sizes, EXACT)
-        self._running: Any = machine.run(emitted.unpartitioned, arguments)
+        user = emitted.unpartitioned
+        ordered = user.replace(jaxpr=_in_order(user.jaxpr, tuple(asked)))
+        self._running: Any = machine.run(ordered, arguments)
         self._asked = asked
         self._known: dict[tuple[Jaxpr, tuple[int, ...]], dict[Any, list[Any]]] = {}
         self._current: dict[Jaxpr, tuple[int, ...]] = {}
@@ -91,6 +93,32 @@ class Logical:
         return True
 
 
+@at_every_level
+def _in_order(jaxpr: Jaxpr, asked: Sequence[Any]) -> Jaxpr:
+    """A program in the order in which devices have its values, without what nobody needs.
+
+    So few values wait for the devices that have them much later, or for those that had them before.
+    """
+    maker: dict[Any, int] = {}
+    for number, eqn in enumerate(jaxpr.eqns):
+        inside = [v for body in bodies(eqn) for v in _depths(body, 0)]
+        maker |= dict.fromkeys((*eqn.outvars, *inside), number)
+    done: dict[int, JaxprEqn] = {}
+    for atom in (*asked, *jaxpr.outvars):
+        left = [] if isinstance(atom, Literal) else [maker.get(atom)]
+        while left:
+            number = left[-1]
+            reads = [] if number is None else jaxpr.eqns[number].invars
+            before = [maker.get(a) for a in reads if not isinstance(a, Literal)]
+            missing = [n for n in before if n is not None and n not in done]
+            if number is None or number in done or not missing:
+                left.pop()
+                if number is not None:
+                    done.setdefault(number, jaxpr.eqns[number])
+            left += [] if number in done else missing
+    return jaxpr.replace(eqns=list(done.values()))
+
+
 def _numbers(path: Path) -> tuple[int, ...]:
     return tuple(number for _, number in path)
 
@@ -112,11 +140,16 @@ class Audit:
         self._depths = _depths(emitted.body.jaxpr, 0)
         times = Counter(
             h.value
-            for var, found in emitted.held.items()
-            for h in found
-            if h.value in self.depth and self.depth[h.value] == self._depths.get(var)
+            for var, depth in self._depths.items()
+            for h in emitted.held.get(var, ())
+            if self.depth.get(h.value) == depth
         )
-        asked = {var: (self.region[var], number) for var, number in times.items()}
+        # Arguments that loops return as they are: these are compared when the loops have ended.
+        held = [h for var in emitted.body.jaxpr.invars for h in emitted.held.get(var, ())]
+        self._late = {h.value for h in held if h.value in self.maker and self._of_loop(h.value)}
+        self._left: list[tuple[Held, Value, Event]] = []
+        order = sorted(times, key=lambda var: var in self._late)
+        asked = {var: (self.region[var], times[var]) for var in order}
         self.compared: set[Any] = set()
         self.wrong: set[Any] = set()
         self.logical = Logical(emitted, arguments, asked)
@@ -136,12 +169,21 @@ class Audit:
         source = "" if event.eqn is None else source_of(event.eqn)
         for n, var in enumerate(event.variables):
             for held in self.emitted.held.get(var, ()):
-                if self.depth.get(held.value) == len(event.path):
+                if self.depth.get(held.value) != len(event.path):
+                    continue
+                if held.value in self._late and event.eqn is None:
+                    self._left.append((held, event.values[n], event))
+                else:
                     wanted = self.logical.value(held.value, event.path)
                     event.values[n] = self.look(held, event.values[n], wanted, event, source)
 
+    def _of_loop(self, var: Any) -> bool:
+        return bool(loop_bodies(self.maker[var]))
+
     def finish(self, results: Sequence[Value]) -> None:
         """Compare the results, and count what was never compared."""
+        for held, got, event in self._left:
+            self.look(held, got, self.logical.value(held.value, ()), event, "")
         outvars, end = self.emitted.flat.jaxpr.outvars, Event(None, (), [], (), ())
         pairs = zip(results, self.logical.finish(), strict=True)
         for atom, crossing, (got, wanted) in zip(outvars, self.emitted.out_of, pairs, strict=True):
@@ -168,8 +210,8 @@ class Audit:
         tiling = Tiling(held.sharding, held.shape)
         gap = gap_between(got, wanted, tiling, event.active, held.value.aval.dtype)
         self.judge(held, gap, event.path, source, what or held.moved or "result")
-        if not gap.proved and not gap.elements:
-            got = adopted(got, wanted, tiling)
+        if not gap.elements and np.all(event.active):
+            got = adopted(got, wanted, tiling, gap.proved)
         return _compared(got)
 
     def judge(self, held: Held, gap: Gap, path: Path, source: str, what: str) -> None:

@@ -46,6 +46,8 @@ class Tiling:
     def real(self) -> np.ndarray:
         """Which elements of the tiles are no padding; with devices and dims, or to be broadcast."""
         found = np.ones((1, *(1,) * len(self.shape)), bool)
+        if self.is_even:
+            return found
         for dim, rows in enumerate(self._rows):
             found = found & (rows < self.shape[dim])
         for split in filter(None, self.sharding.splits):
@@ -60,11 +62,30 @@ class Tiling:
         if 0 in self.shape:
             local, rest = self.sharding.local_shape(self.shape), len(self.shape) + 1
             return moved(lambda a: np.zeros((self.count, *local, *a.shape[rest:]), a.dtype), value)
+        if self.is_even:
+            return moved(self._blocks, value)
         index = tuple(np.minimum(r, n - 1) for r, n in zip(self._rows, self.shape, strict=True))
         tiles = moved(lambda a: a[0][index], value)
-        if self.real.all():
-            return tiles
         return chosen(self.real, tiles, poison(plain(tiles).shape, tiles))
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether every device has a tile, and none has padding."""
+        return not self.sharding.idle and self.sharding.is_even(self.shape)
+
+    def _blocks(self, a: np.ndarray) -> np.ndarray:
+        """The tiles of an array that divides; a view of it if each is a block of one dim."""
+        shape, blocks = [], []
+        for split, size in zip(self.sharding.splits, self.shape, strict=True):
+            if split:
+                blocks.append(len(shape))
+            shape += [split.tiles, size // split.tiles] if split else [size]
+        cut = np.moveaxis(a[0].reshape(*shape, *a.shape[1 + len(self.shape) :]), blocks,
+                          range(len(blocks)))  # fmt: skip
+        coords = [split.coords for split in self.sharding.splits if split]
+        if len(coords) == 1 and np.array_equal(coords[0], np.arange(len(cut))):
+            return cut
+        return cut[tuple(coords)]
 
     def assembled(self, tiles: Value) -> Value:
         """The array, of the first copy of every tile."""

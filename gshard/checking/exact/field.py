@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +21,10 @@ P = np.uint64(2**61 - 1)
 _ORDER = np.uint64(2**61 - 2)  # of the group of units: exponents are modulo this
 _ROOT = 37  # generates that group
 _LIMB, _LIMBS, _TERMS = 21, 3, 2048  # so many products of two limbs add up to at most 2**53
+_FEW = 4  # terms that are multiplied one by one
+_BLOCK = 2**15  # elements that are worked on at once
 _WINDOW = 16  # bits of an exponent that are looked up at once
+_inside = threading.local()
 Array = Any  # arrays and numbers of the type np.uint64
 
 
@@ -26,16 +33,60 @@ def u64(number: int) -> np.uint64:
     return np.uint64(number)
 
 
+def _assembled(shape: tuple[int, ...], part: Callable[[int, slice], Array]) -> Array:
+    """An array of blocks along a dim, which fit into a cache, by all cores."""
+    axis = shape.index(max(shape))
+    rows = max(1, _BLOCK * shape[axis] // math.prod(shape))
+    out = np.empty(shape, np.uint64)
+
+    def run(start: int) -> None:
+        _inside.a_block = True
+        block = slice(start, start + rows)
+        out[(slice(None),) * axis + (block,)] = part(axis, block)
+
+    list(_cores().map(run, range(0, shape[axis], rows)))
+    return out
+
+
+def _in_one(shape: tuple[int, ...]) -> bool:
+    return math.prod(shape) <= 2 * _BLOCK or getattr(_inside, "a_block", False)
+
+
+def _in_blocks(fn: Callable[..., Array]) -> Callable[..., Array]:
+    """A function of elements, on one block after the other."""
+
+    @functools.wraps(fn)
+    def run(*arrays: Array) -> Array:
+        shape = np.broadcast_shapes(*map(np.shape, arrays))
+        if _in_one(shape):
+            return fn(*arrays)
+        views = [np.broadcast_to(a, shape) for a in arrays]
+        return _assembled(shape, lambda axis, rows: fn(*(_along(v, axis, rows) for v in views)))
+
+    return run
+
+
+def _along(a: Array, axis: int, rows: slice) -> Array:
+    return a[(slice(None),) * axis + (rows,)]
+
+
+@functools.cache
+def _cores() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count())
+
+
 def reduced(x: Array) -> Array:
     """Any 64-bit integers, modulo P."""
     return _once((x & P) + (x >> u64(61)))
 
 
+@_in_blocks
 def add(a: Array, b: Array) -> Array:
     """The sum."""
     return _once(a + b)
 
 
+@_in_blocks
 def sub(a: Array, b: Array) -> Array:
     """The difference."""
     return _once(a + (P - b))
@@ -57,6 +108,7 @@ def rotate(x: Array, bits: Any) -> Array:
     return ((x << bits) & P) | (x >> (u64(61) - bits))
 
 
+@_in_blocks
 def mul(a: Array, b: Array) -> Array:
     """The product, by halves of 31 and 30 bits."""
     low = u64(2**31 - 1)
@@ -131,15 +183,26 @@ def _by_halves(summed: Any, a: Array) -> Array:
 
 def matmul(a: Array, b: Array) -> Array:
     """Products of matrices, batched as by NumPy."""
-    terms = a.shape[-1]
+    batch, terms = np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-1]
+    shape = (*batch, a.shape[-2], b.shape[-1])
+    if not _in_one(shape):
+        a, b = (np.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (a, b))
+
+        def part(axis: int, rows: slice) -> Array:
+            left = a if axis == len(shape) - 1 else _along(a, axis, rows)
+            return matmul(left, b if axis == len(shape) - 2 else _along(b, axis, rows))
+
+        return _assembled(shape, part)
     if terms > _TERMS:
         parts = range(0, terms, _TERMS)
         pieces = [matmul(a[..., k : k + _TERMS], b[..., k : k + _TERMS, :]) for k in parts]
         return functools.reduce(add, pieces)
-    rows, columns = a.shape[-2], b.shape[-1]
+    if terms <= _FEW:
+        pairs = [(a[..., k, None], b[..., k, None, :]) for k in range(terms)]
+        return functools.reduce(add, (mul(x, y) for x, y in pairs), np.zeros(shape, np.uint64))
     made = np.matmul(np.concatenate(_limbs(a), -2), np.concatenate(_limbs(b), -1))
-    products = made.astype(np.uint64).reshape(*made.shape[:-2], _LIMBS, rows, _LIMBS, columns)
-    found = np.zeros((*made.shape[:-2], rows, columns), np.uint64)
+    split = (*made.shape[:-2], _LIMBS, shape[-2], _LIMBS, shape[-1])
+    products, found = made.astype(np.uint64).reshape(split), np.zeros(shape, np.uint64)
     for weight in range(2 * _LIMBS - 1):
         pairs = [(i, weight - i) for i in range(_LIMBS) if 0 <= weight - i < _LIMBS]
         alike = functools.reduce(np.add, [products[..., i, :, j, :] for i, j in pairs])
@@ -155,6 +218,7 @@ def _limbs(a: Array) -> list[Array]:
 # ------------------------------------------------------------------------ numbers and functions
 
 
+@_in_blocks
 def of_integers(x: Array) -> Array:
     """Whole numbers of any type."""
     if x.dtype.kind in "bu":
@@ -164,6 +228,7 @@ def of_integers(x: Array) -> Array:
     return np.where(x < 0, neg(size), size)
 
 
+@_in_blocks
 def of_floats(x: Array) -> Array:
     """Finite floats, which are whole numbers times powers of 2."""
     fraction, exponent = np.frexp(x)
@@ -183,6 +248,7 @@ def element(*names: Any) -> np.uint64:
     return u64(int(key_of(*names)) % int(P))
 
 
+@_in_blocks
 def mixed(key: Any, *values: Array) -> Array:
     """Keyed hashes of the elements of some arrays: any 64-bit integers."""
     found = np.asarray(key, np.uint64)
@@ -196,17 +262,20 @@ def mixed(key: Any, *values: Array) -> Array:
     return found
 
 
+@_in_blocks
 def hashed(key: Any, *values: Array) -> Array:
     """Keyed hashes, as elements of the field."""
     return _once(mixed(key, *values) >> u64(3))
 
 
+@_in_blocks
 def exponent_of(key: Any, values: Array) -> Array:
     """Keyed hashes, as exponents."""
     found = mixed(key, values) >> u64(3)
     return np.where(found >= _ORDER, found - _ORDER, found)
 
 
+@_in_blocks
 def sub_exponents(a: Array, b: Array) -> Array:
     """The difference of two exponents."""
     found = a + (_ORDER - b)
@@ -227,6 +296,7 @@ def _powers() -> list[Array]:
     return tables
 
 
+@_in_blocks
 def root_to(exponents: Array) -> Array:
     """The root to these powers."""
     mask, factors = u64(2**_WINDOW - 1), _powers()

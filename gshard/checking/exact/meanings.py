@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from gshard._jax import ragged_dot_dense, without_mesh
+from gshard._jax import prng_impl, ragged_dot_dense, without_mesh
 from gshard.checking.exact.sums import limit
 from gshard.checking.on_host import signature
 from gshard.graph.windows import convolution, window_places, window_sum
@@ -67,6 +67,25 @@ def _tile(q: Params, x: jax.Array) -> jax.Array:
     return x
 
 
+def _random(draw: Callable[[Any, Params], Operator]) -> Operator:
+    """An operator on keys: a function of the integers that each of them is."""
+
+    def operator(q: Params, keys: jax.Array, *more: jax.Array) -> jax.Array:
+        impl = prng_impl(keys.dtype)
+        one = draw(impl, q)
+        for _ in keys.shape:
+            one = jax.vmap(one)
+        made = one(jax.random.key_data(keys), *more)
+        return made if "bit_width" in q else jax.random.wrap_key_data(made, impl=impl.name)
+
+    return operator
+
+
+_RANDOM = {
+    "random_bits": lambda impl, q: lambda key: impl.random_bits(key, q["bit_width"], q["shape"]),
+    "random_split": lambda impl, q: lambda key: impl.split(key, q["shape"]),
+    "random_fold_in": lambda impl, q: impl.fold_in,
+}
 MEANINGS: dict[str, Operator] = {
     "conv_general_dilated": convolution,
     "reduce_window_sum": window_sum,
@@ -85,15 +104,23 @@ MEANINGS: dict[str, Operator] = {
     "stack": lambda q, *xs: lax.concatenate([lax.expand_dims(x, [q["axis"]]) for x in xs],
                                             q["axis"]),
     "unstack": _unstack,
+    **{name: _random(draw) for name, draw in _RANDOM.items()},
     "tile": _tile,
 }  # fmt: skip
 _written: dict[Hashable, ClosedJaxpr] = {}
+
+
+def _counts(dtype: Any) -> bool:
+    """Whether keys of this type make random bits by operators that are known here."""
+    return prng_impl(dtype).name == "threefry2x32"
 
 
 def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The program that an equation stands for; None for operators that the field has."""
     meaning = MEANINGS.get(eqn.primitive.name)
     if meaning is None:
+        return None
+    if eqn.primitive.name in _RANDOM and not _counts(eqn.invars[0].aval.dtype):
         return None
     key = signature(eqn)
     if key not in _written:

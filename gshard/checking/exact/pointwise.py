@@ -303,6 +303,19 @@ def _logical_right(a: np.ndarray, by: np.ndarray) -> np.ndarray:
     return (a.view(unsigned) >> by.astype(unsigned)).view(a.dtype)
 
 
+def _threefry(eqn: JaxprEqn, *operands: np.ndarray) -> list[np.ndarray]:
+    """The generator of random bits (Salmon et al., 2011), as XLA need not compile it here."""
+    k0, k1, x0, x1 = aligned(operands)
+    keys = [k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA), k0]
+    x0, x1 = x0 + k0, x1 + k1
+    for turn in range(5):
+        for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[turn % 2]:
+            x0 = x0 + x1
+            x1 = x0 ^ ((x1 << np.uint32(bits)) | (x1 >> np.uint32(32 - bits)))
+        x0, x1 = x0 + keys[turn % 3], x1 + keys[(turn + 1) % 3] + np.uint32(turn + 1)
+    return [x0, x1]
+
+
 def _same(eqn: JaxprEqn, *operands: Value) -> Value:
     return operands[0] if len(operands) == 1 else list(operands)
 
@@ -323,7 +336,7 @@ _KNOWN: dict[str, Callable[..., Any]] = {
 _IDENTITIES = (
     "copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "annotate", "device_put",
     "sharding_constraint", "reduce_precision", "stage", "pvary", "pin", "convert_layout", "pcast",
-    "mesh_cast", "layout_constraint", "in_one_piece", "reshard", "pbroadcast",
+    "random_wrap", "random_unwrap", "mesh_cast", "layout_constraint", "in_one_piece", "reshard", "pbroadcast",
 )  # fmt: skip
 _COMPARE: dict[str, Callable[..., Any]] = {
     "max": larger, "min": smaller, "clamp": lambda low, x, high: larger(low, smaller(x, high)),
@@ -345,6 +358,6 @@ POINTWISE: dict[str, Operator] = {
     "is_finite": lambda eqn, a: np.isfinite(a.f), "convert_element_type": convert,
     "bitcast_convert_type": _bitcast, "xor": _xor, "and": _compared(np.bitwise_and),
     "or": _compared(np.bitwise_or), "not": _compared(np.invert),
-    "shift_left": _shift(np.left_shift, 0), "shift_right_arithmetic": _shift(np.right_shift, -1),
+    "threefry2x32": _threefry, "shift_left": _shift(np.left_shift, 0), "shift_right_arithmetic": _shift(np.right_shift, -1),
     "shift_right_logical": _shift(_logical_right, 0),
 }  # fmt: skip
