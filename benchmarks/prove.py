@@ -1,25 +1,38 @@
 """What a proof finds, what it calls wrong that is right, and what it costs.
 
-    python -m benchmarks.prove faults       # faults that are smaller than rounding
-    python -m benchmarks.prove recipes      # the recipes' steps on 8 devices (or some, by name)
-    python -m benchmarks.prove random 100   # random programs with their gradients
-    python -m benchmarks.prove paper        # the paper's MoE Transformer on 2048 devices
+    python -m benchmarks.prove faults            # faults that are smaller than rounding
+    python -m benchmarks.prove recipes           # the recipes' steps on 8 devices (or some)
+    python -m benchmarks.prove random            # 300 random programs with their gradients
+    python -m benchmarks.prove harness           # JAX's own cases of its operators, sharded
+    python -m benchmarks.prove scripts A.py ...  # every call of gshard.jit that scripts make
+    python -m benchmarks.prove paper             # the paper's MoE Transformer on 2048 devices
+    python -m benchmarks.prove xla               # wrong values of XLA's partitioner
+    python -m benchmarks.prove costs             # beside the check by bounds of rounding
 
-Seconds are of the processor, so that other programs do not count.
+`--jobs 16` runs parts of a family of programs side by side. Seconds are of the processor, so that
+other programs do not count.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import resource
+import runpy
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import gshard
 from benchmarks.recipes import recipes
@@ -29,59 +42,90 @@ from gshard.moving import collectives
 from gshard.moving.nodes import code_of
 from gshard.nn import FAMILY
 
+ROOT = Path(__file__).parents[1]
 D = 8
 TINY = Size(L=2, B=64, S=8, M=32, F=64, V=72)
+BOUNDS = "3bc4e56"  # the last commit whose check compared floats within bounds of rounding
+Proof = tuple[str, Callable[[], gshard.Report]]
 
 
-def row(name: str, run: Callable[[], gshard.Report]) -> bool:
-    """Print one proof as a row of a table."""
+def result(name: str, run: Callable[[], gshard.Report]) -> dict[str, Any]:
+    """What one proof says, and what it cost."""
     start = time.process_time()
-    report = run()
-    seconds = time.process_time() - start
-    gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    try:
+        report = run()
+    except Exception as error:  # a program that the check cannot run counts, too
+        return {"name": name, "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     covered = report.covered
-    print(
-        f"| {name} | {'equal' if report.ok else 'DIFFERENT'} | {report.compared:,} | "
-        f"{100 * covered.share:.1f}% | {report.error_probability:.0e} | {seconds:.1f} | "
-        f"{gigabytes:.2f} |",
-        flush=True,
+    return {
+        "name": name,
+        "first": "" if report.ok else str(report.first),
+        "values": report.compared,
+        "proved": covered.proved,
+        "within": dict(covered.within_rounding),
+        "chance": report.error_probability,
+        "seconds": time.process_time() - start,
+        "gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
+def shown(each: dict[str, Any]) -> str:
+    if "error" in each:
+        return f"| {each['name']} | NOT CHECKED: {each['error']} | | | | | |"
+    share = 100 * each["proved"] / max(each["values"], 1)
+    row = (
+        f"| {each['name']} | {'DIFFERENT' if each['first'] else 'equal'} | {each['values']:,} | "
+        f"{share:.1f}% | {each['chance']:.0e} | {each['seconds']:.1f} | {each['gigabytes']:.2f} |"
     )
-    if not report.ok:
-        print(f"  {report.first}")
-    if covered.within_rounding:
-        print(f"  within rounding: {covered.within_rounding}")
-    return report.ok
+    return row + (f"\n  {each['first']}" if each["first"] else "")
 
 
-def head() -> None:
-    print("| program | is | values | proved | error below | s | GB, at most so far |")
-    print("|---|---|---:|---:|---:|---:|---:|")
+def summary(found: list[dict[str, Any]]) -> str:
+    """Programs, false alarms, the share that is exact, and the operators of the rest."""
+    done = [each for each in found if "error" not in each]
+    wrong = [each for each in done if each["first"]]
+    values, proved = (sum(each[k] for each in done) for k in ("values", "proved"))
+    within: Counter[str] = Counter()
+    for each in done:
+        within.update(each["within"])
+    lines = [
+        f"{len(found):,} programs: {len(wrong)} called wrong, {len(found) - len(done)} not run, "
+        f"{sum(not each['within'] for each in done):,} proved; {values:,} values, "
+        f"{100 * proved / max(values, 1):.2f}% of them exactly",
+        "within rounding: " + (", ".join(f"{k} {n:,}" for k, n in within.most_common()) or "none"),
+    ]
+    return "\n".join([*lines, *(f"  {each['name']}: {each['first']}" for each in wrong)])
 
 
 # ------------------------------------------------------------------------ right programs
 
 
-def of_recipes(names: Sequence[str]) -> bool:
-    head()
-    chosen = [r for r in recipes(TINY) if not names or any(n in r.name for n in names)]
-    found = [row(r.name, lambda r=r: gshard.prove(r.step, *r.arguments, devices=D)) for r in chosen]
-    return all(found)
+def of_recipes(names: list[str]) -> Iterator[Proof]:
+    for r in recipes(TINY):
+        if not names or any(n in r.name for n in names):
+            yield r.name, lambda r=r: gshard.prove(r.step, *r.arguments, devices=D)
 
 
-def of_random_programs(count: int) -> bool:
+def of_random_programs(names: list[str]) -> Iterator[Proof]:
     """The random programs of the tests, values and gradients, in float32 and bfloat16."""
-    from hypothesis import Phase, given, settings
+    from hypothesis import Phase, given, seed, settings
     from hypothesis import strategies as st
 
     from tests.oracle import random_array
     from tests.programs.test_random_programs import program, random_programs
 
-    head()
-    found: list[bool] = []
+    found: list[tuple[Any, Any]] = []
+    count = int(names[0]) if names else 300
 
+    @seed(0)
     @settings(max_examples=count, deadline=None, database=None, phases=[Phase.generate])
     @given(random_programs(), st.sampled_from([jnp.float32, jnp.bfloat16]))
-    def run(case: Any, dtype: Any) -> None:
+    def draw(case: Any, dtype: Any) -> None:
+        found.append((case, dtype))
+
+    draw()
+
+    def run(case: Any, dtype: Any) -> gshard.Report:
         devices, shapes, inputs, steps = case
         fn = program(steps, inputs, lambda x, a: x if a is None else gshard.shard(x, a))
         args = [random_array(s, dtype, seed=i) for i, s in enumerate(shapes)]
@@ -89,29 +133,179 @@ def of_random_programs(count: int) -> bool:
         def both(*xs: Any) -> Any:
             return fn(*xs), jax.grad(lambda *a: fn(*a)[1], argnums=(0, 1))(*xs)
 
-        name = " ".join(step[0] for step in steps)
-        found.append(row(name, lambda: gshard.check(both, *args, devices=devices)))
+        return gshard.check(both, *args, devices=devices)
 
-    run()
-    print(f"{len(found) - sum(found)} of {len(found)} are called wrong")
-    return all(found)
+    for case, dtype in found:
+        yield " ".join(step[0] for step in case[3]), lambda c=case, t=dtype: run(c, t)
 
 
-def of_paper(devices: int = 2048, layers: int = 12) -> bool:
+def of_harness(names: list[str]) -> Iterator[Proof]:
+    """JAX's own cases for its operators, sharded at random: some of each operator."""
+    from tests.rules import harness
+
+    for name in sorted(harness.spread(int(names[0]) if names else 14)):
+
+        def run(name: str = name) -> gshard.Report:
+            jitted, args = harness.partitioned(name)
+            return jitted.lower(*args).check(*args)
+
+        yield name, run
+
+
+def of_scripts(names: list[str], part: tuple[int, int]) -> list[dict[str, Any]]:
+    """Every call of a function of `gshard.jit` in scripts is checked before it is made."""
+    found: list[dict[str, Any]] = []
+    right, calls = gshard.jit, [0]
+
+    def jit(fun: Any = None, /, **keywords: Any) -> Any:
+        if fun is None:
+            return lambda fun: jit(fun, **keywords)
+        jitted, known = right(fun, **keywords), set()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            types = str(jax.tree.map(jnp.shape, (args, kwargs)))
+            if types not in known:
+                known.add(types)
+                calls[0] += 1
+                if calls[0] % part[1] == part[0]:
+                    name = f"{Path(sys.argv[0]).stem} {calls[0]}"
+                    check = lambda: jitted.lower(*args, **kwargs).check(*args, **kwargs)  # noqa: E731
+                    found.append(result(name, check))
+                    print(json.dumps(found[-1]), flush=True)
+            return jitted(*args, **kwargs)
+
+        for attribute in ("lower", "options"):
+            if hasattr(jitted, attribute):
+                setattr(call, attribute, getattr(jitted, attribute))
+        return call
+
+    gshard.jit = jit
+    for name in names:
+        sys.argv = [name]
+        sys.path.insert(0, str(Path(name).parent))
+        script = runpy.run_path(name, "script")
+        for case in script.get("CASES", {}).values():
+            try:
+                case()
+            except Exception as error:
+                print(f"{case.__name__}: {type(error).__name__} {error}", file=sys.stderr)
+            jax.clear_caches()
+    return found
+
+
+def of_paper(names: list[str]) -> Iterator[Proof]:
     """The step with Adafactor, dropout and top-2 gating, as many experts as devices."""
+    devices, layers = (int(n) for n in (*names, *("2048", "12")[len(names) :]))
     model = FAMILY["moe_2048e_12l"].replace(
         experts=devices, groups=devices, encoder_layers=layers // 2, decoder_layers=layers // 2,
         source_vocab=12, target_vocab=8, model_dim=2, hidden_dim=3, heads=2, key_dim=2, value_dim=2,
     )  # fmt: skip
     model = replace(model, devices=devices, batch_tokens=2 * devices, length=2)
-    head()
 
     def prove() -> gshard.Report:
         lowered = Deployment(model, 2 * model.batch_tokens).lowered("tpu-v3")
         lowered.resized = None  # the sizes are small already
         return lowered.prove()
 
-    return row(f"{layers} layers, {devices:,} devices", prove)
+    yield f"{layers} layers, {devices:,} devices", prove
+
+
+# ------------------------------------------------------------------------ XLA's partitioner
+
+
+def _slice(x: Any, start: Any) -> Any:
+    x = gshard.split(x, 1, 2)
+    return gshard.split(lax.dynamic_slice(x, [jnp.int32(0), start], (2, 6)), 1, 2)
+
+
+def _update(x: Any, part: Any, start: Any) -> Any:
+    x = gshard.split(x, 1, 2)
+    return gshard.split(lax.dynamic_update_slice(x, part, [jnp.int32(0), start]), 1, 2)
+
+
+def _negative_pads(x: Any) -> Any:
+    x = gshard.split(x, 0, 4)
+    parts = [[(-3, 0, 0)], [(0, -1, 0)]], [[(-1, 0, 0)], [(0, -3, 0)]]
+    a, b = (lax.concatenate([lax.pad(x, 0.0, p) for p in pair], 0) for pair in parts)
+    return gshard.split(a + b, 0, 4)
+
+
+def _normal(key: Any) -> Any:
+    return gshard.split(jax.random.normal(key, (496, 3)), 0, D)
+
+
+def of_xla() -> bool:
+    """Programs that XLA's partitioner gets wrong, by both partitioners."""
+    x = np.arange(16, dtype=np.int32).reshape(2, 8)
+    rows: list[tuple[str, Any, tuple[Any, ...], int]] = [
+        ("xla 49122: a slice beyond the end", _slice, (x, np.int32(7)), 2),
+        ("xla 49118: an update beyond the end", _update, (x[:, :2], -x[:, :1], np.int32(2)), 2),
+        ("jax 39301: negative pads joined", _negative_pads, (np.arange(4, dtype=np.float32),), 4),
+        ("jax 40232: normal numbers, split", _normal, (jax.random.key(0),), D),
+    ]
+    print("| program | XLA's partitioner | gshard's |\n|---|---|---|")
+    right = True
+    for name, fn, args, count in rows:
+        said = {}
+        for partitioner in ("xla", "gshard"):
+            how: dict[str, Any] = {"devices": jax.devices()[:count], "partitioner": partitioner}
+            one = result(
+                name, lambda f=fn, a=args, h=how: gshard.check(lambda *xs: f(*xs), *a, **h)
+            )
+            what = "refuted" if one.get("first") else "equal"
+            said[partitioner] = "does not compile" if "error" in one else what
+            if partitioner == "gshard" and (what == "refuted" or "error" in one):
+                right = False
+        print(f"| {name} | {said['xla']} | {said['gshard']} |", flush=True)
+    return right
+
+
+# ------------------------------------------------------------------------ costs
+
+_ONE = """
+import resource, sys, time, jax
+jax.config.update("jax_num_cpu_devices", 8)
+import gshard
+from benchmarks.recipes import recipes
+from examples.recipes.transformer import Size
+import numpy as np
+(r,) = [r for r in recipes(Size(L=2, B=64, S=8, M=32, F=64, V=72)) if r.name == sys.argv[1]]
+rng = np.random.default_rng(0)
+def draw(x):
+    if np.issubdtype(x.dtype, np.integer): return rng.integers(0, 8, x.shape).astype(x.dtype)
+    return rng.normal(size=x.shape).astype(x.dtype)
+args = jax.tree.map(draw, r.arguments)
+lowered = gshard.jit(r.step, devices=8).lower(*args)
+start = time.process_time()
+ok = lowered.check(*args).ok
+print("found", ok, time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def of_costs(names: list[str]) -> bool:
+    """Recipes by the check of `BOUNDS` and by this one, each in a process of its own."""
+    old = ROOT / "build" / BOUNDS
+    if not old.exists():
+        subprocess.run(["git", "worktree", "add", "--detach", str(old), BOUNDS], check=True)
+    print("| step on 8 devices | by bounds of rounding | exact |\n|---|---|---|")
+    for name in names or ["data parallel, Adam", "tensor parallel"]:
+        cells = []
+        for root in (old, ROOT):
+            env = os.environ | {"PYTHONPATH": str(root)}
+            done = subprocess.run(
+                [sys.executable, "-c", _ONE, name],
+                cwd=root,
+                env=env,
+                capture_output=True,
+                text=True,
+            )
+            words = [w for line in done.stdout.splitlines() for w in line.split()][-4:]
+            if len(words) < 4 or words[0] != "found":
+                cells.append(f"ended with {done.returncode}")
+                continue
+            cells.append(f"{float(words[2]):.1f} s, {int(words[3]) / 2**20:.2f} GB")
+        print(f"| {name} | {cells[0]} | {cells[1]} |", flush=True)
+    return True
 
 
 # ------------------------------------------------------------------------ faults
@@ -180,17 +374,70 @@ def of_faults() -> bool:
     return all(found)
 
 
+FAMILIES: dict[str, Callable[[list[str]], Iterator[Proof]]] = {
+    "recipes": of_recipes,
+    "random": of_random_programs,
+    "harness": of_harness,
+    "paper": of_paper,
+}
+OTHERS: dict[str, Callable[[list[str]], bool]] = {
+    "faults": lambda names: of_faults(),
+    "xla": lambda names: of_xla(),
+    "costs": of_costs,
+}
+
+
+def part_of(what: str, names: list[str], part: tuple[int, int]) -> list[dict[str, Any]]:
+    """The results of every so many-th program, as lines of JSON when they are there."""
+    if what == "scripts":
+        return of_scripts(names, part)
+    found = []
+    for number, (name, run) in enumerate(FAMILIES[what](names)):
+        if number % part[1] == part[0]:
+            found.append(result(name, run))
+            print(json.dumps(found[-1]), flush=True)
+            if number // part[1] % 20 == 19:
+                jax.clear_caches()
+    return found
+
+
+def in_parts(what: str, names: list[str], jobs: int) -> list[dict[str, Any]]:
+    """The results of all programs, by so many processes."""
+    command = [sys.executable, "-m", "benchmarks.prove", what, *names]
+    running = [
+        subprocess.Popen([*command, "--part", f"{n}/{jobs}"], stdout=subprocess.PIPE, text=True)
+        for n in range(jobs)
+    ]
+    found = []
+    for process in running:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                found.append(json.loads(line))
+                print(shown(found[-1]), flush=True)
+        if process.wait():
+            found.append({"name": what, "error": f"a process ended with {process.returncode}"})
+    return found
+
+
 def main() -> None:
-    what, *more = sys.argv[1:] or ["faults"]
-    runs: dict[str, Callable[[], bool]] = {
-        "faults": of_faults,
-        "recipes": lambda: of_recipes(more),
-        "random": lambda: of_random_programs(int(more[0]) if more else 100),
-        "paper": lambda: of_paper(*map(int, more)),
-    }
-    if what not in runs:
-        sys.exit(f"gshard: {what!r} is none of {', '.join(runs)}")
-    sys.exit(0 if runs[what]() else 1)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=[*FAMILIES, "scripts", *OTHERS])
+    parser.add_argument("names", nargs="*", help="which ones, or how many")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--part", default="", help="i/n: every n-th program, as lines of JSON")
+    options = parser.parse_args()
+    if options.what in OTHERS:
+        sys.exit(0 if OTHERS[options.what](options.names) else 1)
+    if options.part:
+        number, count = map(int, options.part.split("/"))
+        part_of(options.what, options.names, (number, count))
+        return
+    print("| program | is | values | proved | error below | s | GB, at most so far |")
+    print("|---|---|---:|---:|---:|---:|---:|")
+    found = in_parts(options.what, options.names, options.jobs)
+    print(summary(found))
+    sys.exit(1 if any(each.get("first") for each in found) else 0)
 
 
 if __name__ == "__main__":

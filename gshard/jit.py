@@ -265,11 +265,15 @@ class Jitted(Generic[P, R]):
             self._own[lowered].resized = functools.partial(self._resized, *given)
         return self._own[lowered].named(names_of(leaves))
 
-    def _resized(self, args: Any, kwargs: Any, sizes: dict[int, int], times: int) -> Lowered:
-        """The program for arguments of sizes that are so many times smaller."""
+    def _resized(
+        self, args: Any, kwargs: Any, sizes: dict[int, int], times: int
+    ) -> Lowered | jax.stages.Traced:
+        """The program for arguments of sizes that are so many times smaller; traced for 0 times."""
         args, kwargs = with_sizes((args, kwargs), sizes)
-        how = self._keywords, replace(self.options, shrunk=times), self.__wrapped__
-        return Jitted(*how).lower(*args, **kwargs)
+        how = self._keywords, replace(self.options, shrunk=max(times, 1)), self.__wrapped__
+        if times:
+            return Jitted(*how).lower(*args, **kwargs)
+        return Jitted(*how)._trace(args, kwargs, jax.tree.leaves((args, kwargs)))[0]
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]

@@ -105,17 +105,15 @@ def _in_order(jaxpr: Jaxpr, asked: Sequence[Any]) -> Jaxpr:
         maker |= dict.fromkeys((*eqn.outvars, *inside), number)
     done: dict[int, JaxprEqn] = {}
     for atom in (*asked, *jaxpr.outvars):
-        left = [] if isinstance(atom, Literal) else [maker.get(atom)]
+        left = [] if isinstance(atom, Literal) or atom not in maker else [maker[atom]]
         while left:
-            number = left[-1]
-            reads = [] if number is None else jaxpr.eqns[number].invars
-            before = [maker.get(a) for a in reads if not isinstance(a, Literal)]
-            missing = [n for n in before if n is not None and n not in done]
-            if number is None or number in done or not missing:
-                left.pop()
-                if number is not None:
-                    done.setdefault(number, jaxpr.eqns[number])
-            left += [] if number in done else missing
+            last = left[-1]
+            reads = [a for a in jaxpr.eqns[last].invars if not isinstance(a, Literal)]
+            missing = [maker[a] for a in reads if a in maker and maker[a] not in done]
+            if last in done or not missing:
+                done.setdefault(left.pop(), jaxpr.eqns[last])
+            else:
+                left += missing
     return jaxpr.replace(eqns=list(done.values()))
 
 

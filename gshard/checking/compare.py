@@ -35,6 +35,8 @@ def gap_between(got: Value, wanted: Value, tiling: Tiling, active: Any, dtype: A
     manual, count = tiling.sharding.manual, tiling.count
     here, devices = (got, np.arange(count)) if manual else tiling.reduced(got)
     there = wanted if manual else tiling.cut(wanted)
+    if not plain(there).size:
+        return Gap()
     real = np.ones((1,), bool) if manual else tiling.real
     alone = len(plain(here)) == len(plain(there)) == len(real) == 1
     if not alone:
@@ -50,6 +52,8 @@ def gap_between(got: Value, wanted: Value, tiling: Tiling, active: Any, dtype: A
         if proved and here.sum_bits < needed:  # a reduction may come after the operator
             why = f"summed in {here.sum_bits} bits instead of {needed}"
         bad = np.not_equal(here.r, there.r) if proved else _apart(here.f, there.f, dtype)
+        if there.sum_bits == UNKNOWN:  # exact numbers have no NaN for this, as for log(-1)
+            bad = bad & ~np.isnan(there.f)
     else:
         bad = np.not_equal(plain(here), plain(there))
     if not why and not bad.any():

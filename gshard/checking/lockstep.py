@@ -196,11 +196,14 @@ class Lockstep:
             inside = (*path, (eqn, number))
             now = (*operands[:n_cond], *carry)
             (again,) = yield from self.run(cond, now, running, inside)
-            running = running & np.broadcast_to(plain(again), (self.count,)).astype(bool)
+            rows = tuple(range(1, again.ndim))  # each row of a batch has a condition of its own
+            running = running & np.broadcast_to(again.any(rows), (self.count,))
             if not running.any():
                 return list(carry)
             now = (*operands[n_cond : n_cond + n_body], *carry)
             results = yield from self.run(body, now, running, inside)
+            if rows:
+                results = [chosen(again, r, c) for r, c in zip(results, carry, strict=True)]
             carry = [_merged(r, c, running) for r, c in zip(results, carry, strict=True)]
             number += 1
 

@@ -17,7 +17,7 @@ import jax
 from gshard.moving.seen import Held
 
 Sizes = dict[int, int]
-Resized = Callable[[Sizes, int], Any]  # a lowering for other sizes, so many times smaller
+Resized = Callable[[Sizes, int], Any]  # lowered for sizes so many times smaller; traced, for 0
 _TIMES = (256, 64, 16, 4)  # smaller than before: what is tried
 _SMALL = 8  # sizes up to this stay
 
@@ -60,13 +60,13 @@ def reduced(
 ) -> tuple[Any, Sizes, bool]:
     """A lowering for smaller sizes, what was taken for which size, and whether the plan is that of
     `whole`: the smallest of that plan, or else of the plan that has most in common with it."""
-    wanted, found = plan_of(whole), []
+    wanted, found, free = plan_of(whole), [], sizes
     for times in _TIMES:
-        tried = {n: smaller_size(n, tiles[n], times) for n in sizes}
-        made = _lowered(resized, tried, times)
-        if made is None:
-            tried = _that_fit(resized, tried, times)
-            made = _lowered(resized, tried, times)
+        tried = {n: smaller_size(n, tiles[n], times) for n in free}
+        if _made(resized, tried, 0) is None:
+            tried = _that_fit(resized, tried)
+            free = list(tried)
+        made = _made(resized, tried, times)
         if made is None:
             continue
         changed = {old: new for old, new in tried.items() if old != new}
@@ -86,16 +86,16 @@ def plan_of(lowered: Any) -> Counter[tuple[str, str, int]]:
     return Counter((c.kind, c.source, c.group_size) for c in each)
 
 
-def _that_fit(resized: Resized, tried: Sizes, times: int) -> Sizes:
+def _that_fit(resized: Resized, tried: Sizes) -> Sizes:
     """The sizes that can change together, of those that are tried, one after the other."""
     fits: Sizes = {}
     for size, new in tried.items():
-        if _lowered(resized, {**fits, size: new}, times) is not None:
+        if _made(resized, {**fits, size: new}, 0) is not None:
             fits[size] = new
     return fits
 
 
-def _lowered(resized: Resized, sizes: Sizes, times: int) -> Any | None:
+def _made(resized: Resized, sizes: Sizes, times: int) -> Any | None:
     try:
         return resized(sizes, times)
     except Exception:  # any error: the user's function is not made for these sizes

@@ -75,7 +75,8 @@ class Tiling:
 
     def _blocks(self, a: np.ndarray) -> np.ndarray:
         """The tiles of an array that divides; a view of it if each is a block of one dim."""
-        shape, blocks = [], []
+        shape: list[int] = []
+        blocks: list[int] = []
         for split, size in zip(self.sharding.splits, self.shape, strict=True):
             if split:
                 blocks.append(len(shape))

@@ -54,18 +54,24 @@ def random_assignment(rng: np.random.Generator, rank: int) -> np.ndarray | None:
     return rng.permutation(DEVICES)[: math.prod(tiles)].reshape(tiles)
 
 
-def run_case(name: str) -> gshard.Lowered:
-    """Assert that a case gives `jax.jit`'s values when it is partitioned; the lowered program."""
+def partitioned(name: str) -> tuple[Any, Any]:
+    """A case as a function of `gshard.jit`, sharded at random, and its arguments."""
     case, seed = cases()[name], zlib.crc32(name.encode())
     args = case.dyn_args_maker(np.random.RandomState(seed))
-    wanted = jax.jit(case.dyn_fun)(*args)
     rng = np.random.default_rng(seed)
     inputs, outputs = (
         [random_assignment(rng, jnp.ndim(x)) for x in jax.tree.leaves(values)]
-        for values in (args, wanted)
+        for values in (args, jax.eval_shape(case.dyn_fun, *args))
     )
     outputs = outputs if rng.random() < 0.5 else []
-    jitted = gshard.jit(annotated(case.dyn_fun, inputs, outputs), devices=jax.devices()[:DEVICES])
+    fn = annotated(case.dyn_fun, inputs, outputs)
+    return gshard.jit(fn, devices=jax.devices()[:DEVICES]), args
+
+
+def run_case(name: str) -> gshard.Lowered:
+    """Assert that a case gives `jax.jit`'s values when it is partitioned; the lowered program."""
+    jitted, args = partitioned(name)
+    wanted = jax.jit(cases()[name].dyn_fun)(*args)
     got = run(jitted, *args)
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):

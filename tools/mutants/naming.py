@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.mutants.mutations import Mutation
+from tools.mutants.mutations import KINDS, Mutation
 from tools.mutants.swapping import functions_of, swaps
 from tools.mutants.warm import Children, Work
 
@@ -38,23 +38,44 @@ def run(root: Path, folder: Path, mutations: Sequence[Mutation], jobs: int, say:
                 function.__code__ = code
             shown = 0
             for program in about(mutation.file):
-                refuted = _refuted(program) if shown < _SHOWN else None
-                if refuted is not None:
-                    shown += 1
-                    line = {"program": program.name, "named": refuted}
+                said = _said(program) if shown < _SHOWN else ""
+                if said:
+                    shown += said in ("named", "refuted")
                     with out.open("a") as file:
-                        print(json.dumps(line), file=file)
+                        print(json.dumps({"program": program.name, "said": said}), file=file)
 
         return child
 
     todo = [m for m in mutations if m.key not in done]
     jobs_of = ((m, work(m, found)) for m in todo if (found := swaps(m, root, functions)))
-    for mutation, lines, _, used in Children(jobs, _SECONDS).map(jobs_of, folder / "children"):
-        named = [line["program"] for line in lines if line["named"]]
-        shown = [line["program"] for line in lines]
+    for mutation, lines, how, used in Children(jobs, _SECONDS).map(jobs_of, folder / "children"):
+        named = [line["program"] for line in lines if line["said"] == "named"]
+        shown = [line["program"] for line in lines if line["said"] != "raised"]
+        raised = [line["program"] for line in lines if line["said"] == "raised"]
+        kept = {"key": mutation.key, "shown": shown, "named": named, "raised": raised, "how": how}
         with (folder / "named.jsonl").open("a") as file:
-            print(json.dumps({"key": mutation.key, "shown": shown, "named": named}), file=file)
-        say(f"{mutation.name}: refuted in {shown}, named in {named} ({used:.0f} s)")
+            print(json.dumps(kept), file=file)
+        what = f"refuted in {shown}, named in {named}, raises in {raised}"
+        say(f"{mutation.name}: {what} ({used:.0f} s)")
+    say(summary(mutations, results(folder)))
+
+
+def summary(mutations: Sequence[Mutation], known: dict[str, dict[str, Any]]) -> str:
+    """How many are refuted, and by their line; what the others do, by kind."""
+    ran = {m: known[m.key] for m in mutations if m.key in known}
+    refuted = [m for m, found in ran.items() if found["shown"]]
+    raises = [m for m, found in ran.items() if not found["shown"] and found.get("raised")]
+    ended = [m for m, found in ran.items() if found.get("how", "ended") != "ended"]
+    same = [m for m in ran if m not in refuted and m not in raises and m not in ended]
+    by_kind = {kind: sorted(m.name for m in same if m.kind == kind) for kind in KINDS}
+    lines = [
+        f"{len(ran)} mutants of {len(mutations)} were run, the others change what is imported: "
+        f"{len(refuted)} refuted, {sum(bool(ran[m]['named']) for m in refuted)} by their line; "
+        f"{len(raises)} raise an error, {len(set(ended) - set(refuted) - set(raises))} hang",
+        f"{len(same)} leave all values of these programs right:",
+        *(f"  {kind}: {', '.join(names)}" for kind, names in by_kind.items() if names),
+    ]
+    return "\n".join(lines)
 
 
 def results(folder: Path) -> dict[str, dict[str, Any]]:
@@ -64,15 +85,16 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
     return {line["key"]: line for line in map(json.loads, lines)}
 
 
-def _refuted(program: Any) -> bool | None:
-    """Whether the first value that differs is that of the marked line; None if none differs."""
+def _said(program: Any) -> str:
+    """Whether the first value that differs is "named" by its line, or "refuted", or nothing is."""
     import gshard
 
     try:
         report = gshard.prove(program.function, *program.arguments, devices=8, **program.keywords)
     except Exception:  # the mutant is noticed without a proof
-        return None
+        return "raised"
     if report.first is None:
-        return None
+        return ""
     file, _, line = report.first.source.rpartition(":")
-    return Path(file).name == "programs.py" and int(line) in program.lines
+    here = Path(file).name == "programs.py" and int(line) in program.lines
+    return "named" if here else "refuted"

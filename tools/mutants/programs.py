@@ -202,6 +202,13 @@ def _window_at(x: Any, i: Any) -> Any:
     return y + 1
 
 
+@_with(_array(29, 3), _array(1, dtype="int32"))
+def _window_beyond(x: Any, i: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    y = split(lax.dynamic_slice(x, (i[0] + 40, 0), (16, 3)), 0, 8)  # here
+    return y + 1
+
+
 @_with(_array(29, 3), _array(6, 3), _array(1, dtype="int32"))
 def _written_at(x: Any, u: Any, i: Any) -> Any:
     x = split(x * 2, 0, 8)
@@ -303,7 +310,7 @@ ABOUT = {
     "contraction": ("_in_a_ring", "_product"),
     "control": ("_in_a_loop", "_accumulated"),
     "cumulative": ("_scanned",),
-    "dynamic_slice": ("_window_at", "_written_at"),
+    "dynamic_slice": ("_window_at", "_window_beyond", "_written_at"),
     "indexing": ("_looked_up", "_added_at"),
     "layout": ("_mixed", "_counted"),
     "painting": _MOVED,

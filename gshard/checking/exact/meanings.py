@@ -97,7 +97,6 @@ MEANINGS: dict[str, Operator] = {
     "cumprod": _cumulative(lax.mul),
     "cummax": _cumulative(lax.max),
     "cummin": _cumulative(lax.min),
-    "cumlogsumexp": lambda q, x: lax.log(lax.cumsum(lax.exp(x), q["axis"], q["reverse"])),
     "expm1": lambda q, x: lax.sub(lax.exp(x), jnp.ones_like(x)),
     "log1p": lambda q, x: lax.log(lax.add(x, jnp.ones_like(x))),
     "split": _split,

@@ -26,7 +26,6 @@ from gshard.checking.exact.pointwise import KEEPS_BITS, POINTWISE, aligned, opaq
 from gshard.checking.exact.sums import SUMS
 from gshard.checking.on_host import OnHost
 from gshard.rules.pointwise import POINTWISE as ON_ELEMENTS
-from gshard.tensors.keys import is_key_type
 
 # Functions of a matrix, or of more: of the last two dims of their first operand.
 _SOLVERS = (
@@ -56,8 +55,7 @@ def local(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[
     if name in ON_ELEMENTS and any(isinstance(x, Exact) for x in operands):
         return [opaque(eqn, *aligned(operands))]
     made = _run(eqn, operands, active)
-    is_random = any(is_key_type(a.aval.dtype) for a in eqn.invars)
-    if is_random or not any(isinstance(x, Exact) for x in operands):
+    if not any(isinstance(x, Exact) for x in operands):
         return made
     return [_doubtful(x, n, eqn) for n, x in enumerate(made)]
 

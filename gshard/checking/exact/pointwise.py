@@ -336,7 +336,8 @@ _KNOWN: dict[str, Callable[..., Any]] = {
 _IDENTITIES = (
     "copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "annotate", "device_put",
     "sharding_constraint", "reduce_precision", "stage", "pvary", "pin", "convert_layout", "pcast",
-    "random_wrap", "random_unwrap", "mesh_cast", "layout_constraint", "in_one_piece", "reshard", "pbroadcast",
+    "random_wrap", "random_unwrap", "mesh_cast", "layout_constraint", "in_one_piece", "reshard",
+    "pbroadcast",
 )  # fmt: skip
 _COMPARE: dict[str, Callable[..., Any]] = {
     "max": larger, "min": smaller, "clamp": lambda low, x, high: larger(low, smaller(x, high)),
@@ -358,6 +359,7 @@ POINTWISE: dict[str, Operator] = {
     "is_finite": lambda eqn, a: np.isfinite(a.f), "convert_element_type": convert,
     "bitcast_convert_type": _bitcast, "xor": _xor, "and": _compared(np.bitwise_and),
     "or": _compared(np.bitwise_or), "not": _compared(np.invert),
-    "threefry2x32": _threefry, "shift_left": _shift(np.left_shift, 0), "shift_right_arithmetic": _shift(np.right_shift, -1),
+    "threefry2x32": _threefry, "shift_left": _shift(np.left_shift, 0),
+    "shift_right_arithmetic": _shift(np.right_shift, -1),
     "shift_right_logical": _shift(_logical_right, 0),
 }  # fmt: skip
