@@ -37,7 +37,7 @@ NAMES = (
     "sequence_parallel", "two_dims", "experts", "dropless", "context_parallel", "spatial",
     "fourier", "pipeline", "parallel_block", "muon", "graph_network",
     "qlora", "unet", "experts_two_dims", "kalman", "stencils",
-    "ulysses", "embedding_bag", "pairs",
+    "ulysses", "embedding_bag", "pairs", "matrix_optimizers",
 )  # fmt: skip
 RUNS = 15
 

@@ -26,6 +26,7 @@ from gshard.rules import (  # noqa: F401  (each file registers its operators)
     row_map,
     scatter,
     sort,
+    stacks,
     window,
     window_reduce,
 )

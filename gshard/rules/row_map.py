@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,15 +16,15 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard._jax import split_p, stack_p, tile_p, unstack_p
+from gshard._jax import tile_p
 from gshard.graph.reason import Reason
 from gshard.graph.row_map import Layer
 from gshard.moving.costs import sent_bytes, timed
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.primitives import row_map_p
-from gshard.rules.base.rule import Context, Doc, Linear, Rule, Way, linear_in_all, register
-from gshard.rules.base.unreduced import made_alike, stacked
+from gshard.rules.base.rule import Context, Doc, Linear, Rule, Way, register
+from gshard.rules.base.unreduced import made_alike
 from gshard.rules.base.ways import least, price
 from gshard.rules.painting import Painting, RowMap
 from gshard.tensors.factors import Factors
@@ -33,18 +32,6 @@ from gshard.tensors.sharding import Sharding, compatible
 from gshard.tensors.tile import Tile, byte_size, row_bytes
 
 RowMapOf = Callable[[JaxprEqn], RowMap]
-
-
-def stack_factors(eqn: JaxprEqn) -> Factors:
-    """The dim along which tensors are stacked, or unstacked, is unsplit; the others are free."""
-    rank = max(len(a.aval.shape) for a in (*eqn.invars, *eqn.outvars))
-    stack = [None if d == eqn.params["axis"] else f"d{d}" for d in range(rank)]
-    parts = [name for name in stack if name]
-    operands, results = (
-        [stack if len(a.aval.shape) == rank else parts for a in atoms]
-        for atoms in (eqn.invars, eqn.outvars)
-    )
-    return Factors.of(eqn, operands, results)
 
 
 def tile_factors(eqn: JaxprEqn) -> Factors:
@@ -291,24 +278,6 @@ _MOVED = Doc(
     gather="few rows to all devices: AllReduce of them; to many tiles: ReduceScatter of them",
 )
 register(row_map_rule(doc=_MOVED), p.concatenate_p, row_map_p, p.slice_p, p.pad_p, p.rev_p)
-register(
-    Rule(
-        stack_factors,
-        linear=replace(linear_in_all, run=stacked),
-        doc=Doc(free="the operands' dims"),
-    ),
-    stack_p,
-)
-register(
-    Rule(
-        stack_factors,
-        doc=Doc(
-            free="the results' dims", gather="the other: AllGather, every device needs all rows"
-        ),
-    ),
-    unstack_p,
-)
-register(Rule(stack_factors, doc=Doc(free="other dims", halo="as its slices")), split_p)
 register(
     Rule(
         tile_factors,
