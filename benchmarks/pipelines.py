@@ -132,7 +132,7 @@ def seconds(run: Any, arguments: Any, steps: int = 3) -> float:
     return float(np.median(times))
 
 
-def member(number: int, port: int, count: int, out: str) -> None:
+def member(number: int, port: int, count: int, rows: int, out: str) -> None:
     """One of the processes: the measured and the forecast time of a step by each schedule."""
     cores = sorted(os.sched_getaffinity(0))
     share = max(len(cores) // count, 1)
@@ -145,7 +145,7 @@ def member(number: int, port: int, count: int, out: str) -> None:
         file.write(measured(rounds=5))
         file.flush()
         machine = hardware(file.name)
-    size = Size(L=8, B=64, S=128, M=256, N=4, F=1024, V=256)
+    size = Size(L=8, B=rows, S=128, M=256, N=4, F=1024, V=256)
     found = {}
     for name in ("gpipe", "1f1b", "zb-h1"):
         step = gshard.jit(step_of(count, 2 * count, name), hardware=machine)
@@ -216,6 +216,7 @@ def run_on_gpu(again: list[str], out: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, metavar="N")
+    parser.add_argument("--rows", type=int, default=64, help="of the batch, with --processes")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--big", action="store_true")
     parser.add_argument("--compile", action="store_true", help="with --big: for one device, on CPU")
@@ -225,7 +226,7 @@ def main() -> None:
     chosen = parser.parse_args()
     again = [sys.executable, "-m", "benchmarks.pipelines"]
     if chosen.member:
-        member(*chosen.member, chosen.processes, chosen.out)
+        member(*chosen.member, chosen.processes, chosen.rows, chosen.out)
     elif chosen.of:
         on_gpu(chosen.of, chosen.out)
     elif chosen.gpu:
@@ -234,8 +235,17 @@ def main() -> None:
         pipelines_67b.main(chosen.compile)
     elif chosen.processes:
         count, port = chosen.processes, free_port("127.0.0.1")
-        command = [*again, "--processes", str(count), "--out", chosen.out, "--member"]
-        running = [subprocess.Popen([*command, str(n), str(port)]) for n in range(count)]
+        command = [
+            *again,
+            "--processes",
+            str(count),
+            "--rows",
+            str(chosen.rows),
+            "--out",
+            chosen.out,
+        ]
+        members = [["--member", str(n), str(port)] for n in range(count)]
+        running = [subprocess.Popen([*command, *each]) for each in members]
         sys.exit(max(process.wait() for process in running))
     else:
         jax.config.update("jax_num_cpu_devices", 8)
