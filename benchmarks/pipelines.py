@@ -85,7 +85,7 @@ def bubbles() -> None:
             found = make(name, stages, microbatches)
             idle = (stages - 1) * (1 if name.startswith("zb") else 3)
             share = idle / (3 * microbatches * found.chunks + idle)
-            assert found.idle == idle, (name, found.idle)
+            assert found.ticks == 3 * microbatches * found.chunks + idle, (name, found.ticks)
             cells = (name, f"{stages}, {microbatches}", found.ticks, f"{found.bubble:.1%}")
             formula = "(P-1)" if name.startswith("zb") else "3(P-1)"
             print(f"| {' | '.join(map(str, cells))} | {formula}: {share:.1%} | {found.in_flight} |")

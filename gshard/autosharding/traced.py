@@ -46,14 +46,16 @@ class TracedProgram:
     states: list[tuple[str, str]]
 
     @staticmethod
-    def of(fn: Callable[..., Any], args: tuple[Any, ...], devices: int) -> TracedProgram:
-        """Trace the function."""
+    def of(
+        fn: Callable[..., Any], args: tuple[Any, ...], devices: int, hardware: Any = None
+    ) -> TracedProgram:
+        """Trace the function, for this hardware if it is known."""
         given = jax.tree_util.tree_flatten_with_path((args, {}))[0]
         leaves = [leaf for _, leaf in given]
         run, arrays = of_arrays(fn, args, {})
         order = device_order(devices)
         structs = [_jax.struct_of(leaves[i]) for i in arrays]
-        with tracing_for(order):
+        with tracing_for(order, hardware=hardware):
             traced = jax.jit(lambda *values: arrays_of(run(*values))).trace(*structs)
         flat = inline(traced.jaxpr, order)
         _check_effects(flat)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
-from gshard.forecast.hardware import accelerator, hardware
+from gshard.forecast.hardware import Hardware, accelerator, hardware
 from gshard.graph.regions import with_calls_inlined
 from gshard.graph.source import here
 from gshard.pipelining import execution
@@ -29,6 +30,7 @@ from gshard.tensors.annotate import (
     hardware_of_trace,
 )  # fmt: skip
 from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import byte_size
 
 assert execution  # importing it registers the rule
 Tree = Any
@@ -40,7 +42,7 @@ def pipeline(
     weights: Tree,
     x: Tree,
     *,
-    stages: int,
+    stages: int | str,
     microbatches: int,
     schedule: str | Schedule = "auto",
     head: Callable[..., Tree] | None = None,
@@ -53,17 +55,19 @@ def pipeline(
     microbatches of `head(y, targets)`, a scalar or a tree of scalars; without one, the outputs of
     the last layer. It means a scan over the layers, microbatch by microbatch. `gshard.jit` runs it
     as `schedule` says: "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto", or a table of your
-    own as text, a line for each stage (docs/howto/pipelines.md).
+    own as text, a line for each stage (docs/howto/pipelines.md). With `stages="auto"` it is their
+    number too that makes the step fastest within the memory of the device.
     """
     try:
         given = _given(schedule, stages, microbatches)
         traced = _traced(block, weights, x, head, targets, microbatches)
-        count, parts = devices_of_trace(), len(given.positions) if given else stages
-        if count > 1 and (stages > count or count % stages):
+        count, number = devices_of_trace(), 1 if isinstance(stages, str) else stages
+        parts = len(given.positions) if given else number
+        if count > 1 and (number > count or count % number):
             raise ValueError(f"{stages} stages on {count} devices; allowed are divisors of {count}")
         if traced.layers < parts:
             raise ValueError(
-                f"{traced.layers} layers cannot be in {parts} parts ({parts // stages} on each of "
+                f"{traced.layers} layers cannot be in {parts} parts ({parts // number} on each of "
                 f"{stages} stages): a part needs a layer"
             )
         run = _Run(given, stages, microbatches, traced, count)
@@ -75,12 +79,17 @@ def pipeline(
     return jax.tree.unflatten(traced.results, found)
 
 
-def _given(schedule: str | Schedule, stages: int, microbatches: int) -> Schedule | None:
+def _given(schedule: str | Schedule, stages: int | str, microbatches: int) -> Schedule | None:
     """The schedule that the user named, or gave as a table; None for "auto"."""
+    if isinstance(stages, str) and (stages, schedule) != ("auto", "auto"):
+        raise ValueError(
+            f"stages={stages!r} with schedule={schedule!r}: allowed are a number, and 'auto' with "
+            "schedule='auto'"
+        )
     for name, value in (("stages", stages), ("microbatches", microbatches)):
-        if value < 1:
+        if not isinstance(value, str) and value < 1:
             raise ValueError(f"{name}={value}: at least 1 is allowed")
-    if schedule == "auto":
+    if schedule == "auto" or isinstance(stages, str):
         return None
     if isinstance(schedule, str):
         is_table = "\n" in schedule.strip()
@@ -150,7 +159,7 @@ class _Run:
     """
 
     def __init__(
-        self, given: Schedule | None, stages: int, count: int, traced: _Traced, devices: int
+        self, given: Schedule | None, stages: int | str, count: int, traced: _Traced, devices: int
     ):
         self.traced, self.devices = traced, devices
         self.schedule = make("1f1b", 1, count)
@@ -158,21 +167,32 @@ class _Run:
         self.seconds: tuple[float, ...] = (0.0, 1.0, 1.0, 1.0, 0.0)
         if devices > 1:
             machine = hardware_of_trace() or accelerator()
-            score = traced.head and with_gradients(
-                traced.head, sum(len(traced.operands[part]) for part in (0, 3))
-            )
-            operands = [len(part) for part in traced.operands[1:3]]
-            costs = Costs.of(
-                self._layer, score, operands, machine or hardware("h100"), devices // stages
-            )
-            limit = machine.memory if machine else float("inf")
-            found = chosen(given, stages, count, traced.layers, costs, limit)
+            limit, most = machine.memory if machine else float("inf"), min(devices, traced.layers)
+            every = [n for n in range(1, most + 1) if devices % n == 0]
+            ways = []
+            for number in every if isinstance(stages, str) else [stages]:
+                costs = self._costs(machine or hardware("h100"), devices // number, stages)
+                ways.append((costs, chosen(given, number, count, traced.layers, costs, limit)))
+            costs, found = min(ways, key=lambda way: way[0].rank(way[1], limit))
             (self.schedule, self.layers), self.seconds = found, (*costs.seconds, costs.head)
         self._call = jax.custom_vjp(self._forward)
         self._call.defvjp(self._with_residuals, self._backward, symbolic_zeros=True)
 
     def __call__(self, *operands: list[Any]) -> Any:
         return self._call(*operands)
+
+    def _costs(self, machine: Hardware, share: int, stages: int | str) -> Costs:
+        """For a stage of `share` devices; each has its weights, where stages are compared."""
+        head, operands = self.traced.head, self.traced.operands
+        score = head and with_gradients(head, len(operands[0]) + len(operands[3]))
+        counts = [len(part) for part in operands[1:3]]
+        costs = Costs.of(self._layer, score, counts, machine, share)
+        if not isinstance(stages, str):
+            return costs
+        pairs = zip(operands[2], self.splits, strict=True)
+        parts = [(w, math.prod(s.tiles for s in splits if s)) for w, splits in pairs]
+        held = sum(byte_size(w.shape[1:], w.dtype) // n for w, n in parts)
+        return replace(costs, weights=held, reduced=2 * held * (share - 1) // share)
 
     @functools.cached_property
     def _layer(self) -> Passes:
@@ -255,7 +275,13 @@ class _Run:
 
     def _backward(self, residuals: Any, cotangents: Any) -> Any:
         operands, gradients = residuals
-        found, head = [_plain(c) for c in cotangents if is_float(c)], self.traced.head
+        found, head = (
+            [
+                jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c
+                for c in floats(cotangents)
+            ],
+            self.traced.head,
+        )
         if head is None:
             outputs = [jax.ShapeDtypeStruct(y.shape[1:], y.dtype) for y in operands[3]]
             operands = [[], *operands[1:4], found]
@@ -267,12 +293,6 @@ class _Run:
         left = iter(gradients)
         own = [[next(left) if is_float(a) else None for a in part] for part in operands[:4]]
         return (*own, [None] * len(self.traced.operands[4]))
-
-
-def _plain(cotangent: Any) -> Any:
-    """A cotangent as an array."""
-    is_zero = isinstance(cotangent, SymbolicZero)
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
 
 
 def _product(outputs: Sequence[Any]) -> ClosedJaxpr:

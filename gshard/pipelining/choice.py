@@ -16,6 +16,8 @@ from gshard.pipelining.routes import route
 from gshard.pipelining.schedules import NAMES, F, Schedule, make
 from gshard.tensors.tile import byte_size
 
+Option = tuple[Schedule, tuple[int, ...]]  # with layers by position
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -28,6 +30,7 @@ class Costs:
     kept: int
     weights: int
     rate: float  # bytes that a device sends in a second
+    reduced: int = 0  # bytes of a layer's gradients that are sent to sum them within a stage
 
     @staticmethod
     def of(layer: Passes, head: ClosedJaxpr | None, counts: Sequence[int], machine: Hardware,
@@ -56,11 +59,18 @@ class Costs:
         Weights of chunks that are not neighbours are moved to their stages, and gradients back.
         """
         spent, last = np.zeros((schedule.ticks, schedule.stages)), len(layers) - 1
+        rows = max(layers) * schedule.chunks
         for (op, n, _), tick in schedule.when.items():
             head = self.head if op == F and n == last else 0.0
             spent[tick, schedule.positions[n][0]] = layers[n] * self.seconds[op] + head
-        moved = 2 * self.weights * max(layers) * schedule.chunks * (schedule.chunks > 1)
-        return float(spent.max(1).sum()) + (schedule.ticks * self.message + moved) / self.rate
+        handed = schedule.ticks * self.message + 2 * (schedule.chunks > 1) * self.weights * rows
+        sent = rows * self.reduced + (handed if schedule.stages > 1 else 0)
+        return float(spent.max(1).sum()) + sent / self.rate
+
+    def rank(self, option: Option, limit: float) -> tuple[float, float, int]:
+        """What is least for the best option: memory over the limit, time, memory."""
+        need, seconds = self.memory(*option), self.step_seconds(*option)
+        return max(need, limit), float(f"{seconds:.6g}"), need
 
     def memory(self, schedule: Schedule, layers: Sequence[int]) -> int:
         """The bytes of weights, their gradients, and all that waits in slots."""
@@ -88,14 +98,14 @@ def balanced(layers: int, schedule: Schedule, costs: Costs) -> tuple[int, ...]:
 
 def chosen(
     given: Schedule | None, stages: int, microbatches: int, layers: int, costs: Costs, limit: float
-) -> tuple[Schedule, tuple[int, ...]]:
+) -> Option:
     """The schedule that is given, or the fastest within the memory limit; layers by position.
 
     Where nothing is within it, the one that needs the least. A given one that is over the limit is
     refused if another is within.
     """
 
-    def with_layers(schedule: Schedule) -> tuple[Schedule, tuple[int, ...]]:
+    def with_layers(schedule: Schedule) -> Option:
         return schedule, balanced(layers, schedule, costs)
 
     own = with_layers(given) if given else None
@@ -104,12 +114,7 @@ def chosen(
     usable = (n for n in NAMES if n != "interleaved" or microbatches % stages == 0)
     made = (make(name, stages, microbatches) for name in usable)
     options = [with_layers(each) for each in made if len(each.positions) <= layers]
-
-    def rank(option: tuple[Schedule, tuple[int, ...]]) -> tuple[float, float, int]:
-        need, seconds = costs.memory(*option), float(f"{costs.step_seconds(*option):.6g}")
-        return max(need, limit), seconds, need
-
-    best = min(options, key=rank)
+    best = min(options, key=lambda option: costs.rank(option, limit))
     need = costs.memory(*best)
     if own and need <= limit:
         raise ValueError(

@@ -60,47 +60,37 @@ class Execution:
         An operation is a loop of no or one run, which updates slots and sums in place: a
         conditional would copy what its branches return, in ticks of other operations as well.
         """
-        machine = self.machine
-        state = state._replace(message=all_at(state.inbox, row.inbox))
-        forward = (row.op == F) | (row.op == HEAD)
-        state = self._once((F, HEAD), forward, machine.forward, row, state, "saved")
-        score = ("scores", "batch")
-        state = self._once((HEAD,), row.op == HEAD, machine.scored, row, state, *score)
+        machine, state = self.machine, state._replace(message=all_at(state.inbox, row.inbox))
+        once = functools.partial(self._once, row)
+        state = once(state, machine.forward, (F, HEAD), "saved")
+        state = once(state, machine.scored, (HEAD,), "scores", "batch")
         if not machine.forward_only:
-            changed = ("saved", "kept", "batch")
-            state = self._once((B,), row.op == B, machine.backward, row, state, *changed)
-            sums = ("kept", "closures", "weights")
-            state = self._once((W,), row.op == W, machine.late_gradients, row, state, *sums)
+            state = once(state, machine.backward, (B,), "saved", "kept", "batch")
+            state = once(state, machine.late_gradients, (W,), "kept", "closures", "weights")
         inbox = state.inbox
-        for channel, slot, number in zip(self.routes.send, row.receive, row.sends, strict=True):
-            inbox = put(inbox, self.handed_on(state.message, channel, number), slot)
+        for channel, slot in enumerate(row.receive):
+            inbox = put(inbox, self.handed_on(state.message, channel, row.sends[channel]), slot)
         return state._replace(inbox=inbox), None
 
     def _once(
-        self,
-        ops: Sequence[int],
-        runs: Any,
-        change: Callable[[Row, State], State],
-        row: Row,
-        state: State,
-        *fields: str,
+        self, row: Row, state: State, change: Callable[..., State], ops: Sequence[int], *names: str
     ) -> State:
-        """`change(row, state)` of the message and of some fields, where it runs."""
-        fields = ("message", *fields)
+        """`change(row, state)` of the message and of the fields `names`, in ticks of `ops`."""
+        names = ("message", *names)
 
         def changed(values: Sequence[Any]) -> State:
-            return state._replace(**dict(zip(fields, values, strict=True)))
+            return state._replace(**dict(zip(names, values, strict=True)))
 
         def once(_: Any, values: Sequence[Any]) -> list[Any]:
             after = change(row, changed(values))
-            return [getattr(after, field) for field in fields]
+            return [getattr(after, name) for name in names]
 
         last, op = self.pipe.schedule.positions[-1][0], self.routes.rows.op
         own, slowest = int(np.isin(op[:, last], ops).sum()), int(np.isin(self.slowest, ops).sum())
         ticks = Ticks((len(op) - own, own), {1: len(op) - slowest, 2: slowest})
+        runs = ((row.op == ops[0]) | (row.op == ops[-1])).astype(np.int32)
         with ticks.scope():
-            given = [getattr(state, field) for field in fields]
-            return changed(lax.fori_loop(0, runs.astype(np.int32), once, given))
+            return changed(lax.fori_loop(0, runs, once, [getattr(state, name) for name in names]))
 
     @functools.cached_property
     def slowest(self) -> np.ndarray:
@@ -110,18 +100,17 @@ class Execution:
         spent = np.where(rows.op == HEAD, seconds[HEAD], rows.layers * seconds[rows.op])
         return np.take_along_axis(rows.op, spent.argmax(1)[:, None], 1)[:, 0]
 
-    def handed_on(self, sent: Arrays, channel: str, number: Any) -> Arrays:
+    def handed_on(self, sent: Arrays, channel: int, number: Any) -> Arrays:
         """What arrives on a channel from the stages that have something to send."""
-        if channel == LOCAL:
+        name, sets = list(self.routes.send.items())[channel]
+        if name == LOCAL:
             return sent
-        number_of = list(self.routes.send).index(channel)
-        sets = self.routes.send[channel]
-        sends = self.routes.rows.sends[number_of][:, 0].tolist()
+        sends = self.routes.rows.sends[channel][:, 0].tolist()
         busiest = Counter(a for n in sends for a, _ in sets[n]).most_common(1)[0][0]
         counts = np.bincount(sends, minlength=len(sets)).tolist()
         own = [n * (busiest in dict(pairs)) for n, pairs in zip(counts, sets, strict=True)]
         size, place = self.stages.per_stage, self.stages.ctx.place
-        reason = Reason("step", "pipeline", f"microbatches handed {channel}")
+        reason = Reason("step", "pipeline", f"microbatches handed {name}")
 
         def permute(pairs: Pairs, arrays: Arrays) -> Arrays:
             devices = [(a * size + d, b * size + d) for a, b in pairs for d in range(size)]
@@ -146,7 +135,9 @@ def _partition(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     pipe: Pipe = eqn.params["pipe"]
-    return planned(Stages(ctx, pipe.schedule.stages), pipe, eqn.params["bodies"], tiles)
+    return planned(
+        Stages(ctx, pipe.schedule.stages, ctx.place.num_devices), pipe, eqn.params["bodies"], tiles
+    )
 
 
 def planned(stages: Stages, pipe: Pipe, bodies: Bodies, tiles: Sequence[Tile]) -> list[Tile]:

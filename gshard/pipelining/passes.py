@@ -9,8 +9,7 @@ holds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +32,7 @@ def floats(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if is_float(value)]
 
 
-@dataclass(frozen=True, eq=False)
-class Passes:
+class Passes(NamedTuple):
     """A layer's passes. `fixed` operands are shared by all microbatches: closures and weights.
 
     forward: fixed, input -> output, residuals. backward: fixed, residuals, gradient of the output

@@ -69,11 +69,6 @@ class Schedule:
         return len(self.table)
 
     @property
-    def idle(self) -> int:
-        """The ticks in which a stage does nothing, of each stage."""
-        return self.ticks - 3 * self.microbatches * self.chunks
-
-    @property
     def bubble(self) -> float:
         """The idle share of all ticks of all stages."""
         return float((self.table[..., 0] == IDLE).mean())

@@ -96,4 +96,21 @@ def test_a_schedule_that_cannot_fit_is_refused_where_another_fits():
     assert lowered().pipelines[0].name == "1f1b"
 
 
+def test_stages_are_as_many_as_the_memory_needs():
+    """Data parallelism where weights and residuals fit, stages where they do not."""
+    arguments = jax.eval_shape(lambda: make_dense(layers=8, width=512, batch=4096))
+    step = jax.value_and_grad(piped(dense, stages="auto", microbatches=8))
+    found = []
+    for memory in (2**37, 75e6):  # 67 MB are weights and their gradients
+        machine = hardware("h100").replace(memory=int(memory))
+        lowered = gshard.jit(step, devices=4, hardware=machine).lower(*arguments)
+        found.append(lowered.pipelines[0].stages)
+    assert found == [1, 2]
+
+
+def test_auto_needs_no_number_of_stages():
+    with pytest.raises(ValueError, match="stages='auto' with schedule='1f1b': allowed are a numb"):
+        piped(dense, stages="auto", microbatches=2, schedule="1f1b")(*make_dense(4, batch=4))
+
+
 assert (F, B, W) == (1, 2, 3)  # the order of `Costs.seconds`
