@@ -85,7 +85,8 @@ def evaluate(
     from gshard.mt.progress import Silent
     from gshard.mt.run import Run
 
-    opened, chosen = Run.open(run), _listed(languages)
+    opened = Run.open(run)
+    chosen = tuple(name for name in languages.replace(" ", "").split(",") if name)
     search = (beam, alpha, checkpoint)
     using = engine_of(engine, weights, threads)
     config = work.EvaluateConfig(split, chosen, sentences, *search, untrained, examples)
@@ -113,10 +114,6 @@ def evaluate(
     else:
         _show(result, measured)
         show.console.print(f"written to {opened.folder / work.EVALUATION}", soft_wrap=True)
-
-
-def _listed(names: str) -> tuple[str, ...]:
-    return tuple(name for name in names.replace(" ", "").split(",") if name)
 
 
 def _show(result: Mapping[str, Any], measured: Mapping[str, Any] | None) -> None:

@@ -12,7 +12,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,30 +33,6 @@ class Solved:
     values: Floats | None
     bound: float
     infeasible: bool = False
-
-
-class Backend(Protocol):
-    """A linear program over columns from 0 to 1, to which rows can be added."""
-
-    def add_row(self, columns: Ints, values: Floats, upper: float) -> None:
-        """Add a row: the sum is at most `upper`."""
-
-    def run(
-        self,
-        integral: bool,
-        seconds: float,
-        tolerance: float,
-        start: Floats | None,
-        clock: Clock,
-    ) -> Solved:
-        """Solve, with the first columns integral or not."""
-
-
-def open_backend(costs: Floats, matrix: Matrix, right: Floats, integers: int) -> Backend:
-    """A program: minimize costs, matrix @ columns = right, the first `integers` columns whole."""
-    if importlib.util.find_spec("highspy") is not None:
-        return HighsBackend(costs, matrix, right, integers)
-    return ScipyBackend(costs, matrix, right, integers)
 
 
 class HighsBackend:
@@ -211,6 +187,16 @@ class ScipyBackend:
         bound = found.mip_dual_bound if integral else found.fun if found.status == 0 else None
         values = None if found.x is None else np.asarray(found.x)
         return Solved(values, -np.inf if bound is None else float(bound))
+
+
+Backend = HighsBackend | ScipyBackend
+
+
+def open_backend(costs: Floats, matrix: Matrix, right: Floats, integers: int) -> Backend:
+    """A program: minimize costs, matrix @ columns = right, the first `integers` columns whole."""
+    if importlib.util.find_spec("highspy") is not None:
+        return HighsBackend(costs, matrix, right, integers)
+    return ScipyBackend(costs, matrix, right, integers)
 
 
 # Rows added after one solve; more are rarely needed, and fewer mean more solves.

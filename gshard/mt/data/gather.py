@@ -251,7 +251,8 @@ def _write(
         "version": VERSION,
         "folder": folder,
         "tier": config.tier.name if config.tier else None,
-        "shares": {"test": config.shares.test, "dev": config.shares.dev, **_most(config.shares)},
+        "shares": {"test": config.shares.test, "dev": config.shares.dev}
+        | {f"most_{split}": count for split, count in config.shares.most.items()},
         "languages": entries,
         "sources": _sources(config, work),
         "units": {result.name: result.pairs for result in results},
@@ -262,10 +263,6 @@ def _write(
     if old and old != folder:
         shutil.rmtree(config.out / old, ignore_errors=True)
     return Corpus.open(config.out)
-
-
-def _most(shares: HeldOutShares) -> dict[str, int]:
-    return {f"most_{split}": count for split, count in shares.most.items()}
 
 
 def _old_folder(out: Path) -> str:

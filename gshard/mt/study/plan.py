@@ -113,12 +113,12 @@ def read_plan(path: str | Path) -> Study:
         raise UserError(f"{path} is not TOML: {error}") from None
     known = ("corpus", "folder", "preset", "settings", "evaluate", "baselines", "compare", "runs")
     _refuse_unknown(found, known, path, "")
-    runs = tuple(_runs(found, path))
+    runs, evaluate = tuple(_runs(found, path)), found.get("evaluate", {})
     plan = Study(
         path=path,
         folder=path.parent / _text(found, "folder", path, path.stem),
         runs=runs,
-        evaluate=_evaluate(found.get("evaluate", {}), path),
+        evaluate=EvaluateConfig(**_checked(evaluate, EvaluateConfig, path, "evaluate")),
         baselines=_baselines(found["baselines"], path) if "baselines" in found else None,
         compare=_compare(found.get("compare", []), path),
     )
@@ -217,10 +217,6 @@ def _check_order(plan: Study, run: PlannedRun) -> None:
     if different := conflicts(before.config, run.config, before.steps):
         lines = "; ".join(different)
         raise UserError(f"{plan.path}: {run.name!r} cannot continue {run.goes_on_from!r}: {lines}")
-
-
-def _evaluate(table: Mapping[str, Any], path: Path) -> EvaluateConfig:
-    return EvaluateConfig(**_checked(table, EvaluateConfig, path, "evaluate"))
 
 
 def _baselines(table: Mapping[str, Any], path: Path) -> PlannedBaselines:
