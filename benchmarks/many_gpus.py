@@ -57,11 +57,15 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "float8": [row(SMALL, 8, 128, 65_536, products="float8")],
     "exchange": [row(SMALL, 8, 128, 65_536, exchange="float8")],
+    "real": [  # numbers in the place of what mock collectives leave
+        row(SMALL, 8, 128, 65_536, numbers="real"),
+        row("moe_2048e_36l", 2048, 2048, 16_384, limit=DEEP, numbers="real"),
+    ],
 }
 
 
 _CASE = ("model", "devices", "experts", "tokens", "partitioner", "products")
-_CASE += ("overlap", "scheduler", "exchange")
+_CASE += ("overlap", "scheduler", "exchange", "numbers")
 _SENT = ("sent_gb", "exposed_gb", "all_to_all_gb", "all_to_all_exposed_gb")
 
 
@@ -90,7 +94,8 @@ def _measured(results: list[dict[str, Any]]) -> Iterator[str]:
 
 def _compared(results: list[dict[str, Any]]) -> Iterator[str]:
     columns = ("ms", "forecast", "error", "GB of memory", "forecast", "error", "GB sent")
-    columns += ("forecast", "AllToAll exposed", "forecast", "ms with links", "program")
+    columns += ("forecast", "AllToAll exposed", "forecast", "ms with links", "share with links")
+    columns += ("program",)
     yield from _head((*_ABOUT, *columns), len(columns))
     for case in results:
         compared = case["jax"] == case["forecast_jax"] and "text" in case
@@ -103,6 +108,8 @@ def _compared(results: list[dict[str, Any]]) -> Iterator[str]:
         sent += (f"{case[hidden]:.2f}", "" if found is None else f"{found:.2f}")
         links = case.get("forecast_exposed_ms")
         sent += ("" if links is None else f"{case['forecast_ms'] + links:.0f}",)
+        share = None if links is None else case["share"] * case["ms"] / (case["ms"] + links)
+        sent += ("" if share is None else f"{share:.1%}",)
         error = _error(case, "peak_gb", "gb")
         yield _line((*_about(case), *time, *memory, error, *sent, same if compared else ""))
 
@@ -142,6 +149,8 @@ def _settings(case: dict[str, Any]) -> Iterator[str]:
         yield f"{case['scheduler']} scheduler"
     if case.get("exchange", "dtype") != "dtype":
         yield f"{case['exchange']} exchange"
+    if "numbers" in case:
+        yield f"{case['numbers']} numbers"
 
 
 def _error(case: dict[str, Any], measured: str, forecast: str) -> str:

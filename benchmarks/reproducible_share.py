@@ -1,10 +1,10 @@
-"""The share of each of 8 devices, on one: whether its kernels give the bits of the entire program.
+"""The share of each of several devices, on one: whether its kernels give the bits of one device.
 
     python -m benchmarks.reproducible_share shares.json      on the GPU, or the CPU, of this machine
-    python -m benchmarks.reproducible_share shares.json --only FSDP --types float32
+    python -m benchmarks.reproducible_share shares.json --only FSDP --types float32 --devices 2,4,8
 
 A single GPU cannot run the program of 8: its collectives have nobody to exchange with. But
-`lowered.replay` runs the operators of all 8 devices one at a time, exchanges their values itself,
+`lowered.replay` runs the operators of all devices one at a time, exchanges their values itself,
 and needs one device. So a step of the reproducible program for 8 devices and one for a single
 device run here, operator by operator with the kernels of this device, and their bits are compared:
 a library that takes another kernel for a share of a product shows. Step times are those of the
@@ -42,11 +42,12 @@ def replayed(case: Case) -> str:
     return digest(replay.results)
 
 
-def measured(name: str, dtype: str) -> dict[str, Any]:
-    """One program: its bits as one share and as 8, and what it takes compiled."""
+def measured(name: str, dtype: str, counts: list[int]) -> dict[str, Any]:
+    """One program: its bits on one device and as shares of others, and what it takes compiled."""
     start = time.monotonic()
-    one, many = (replayed(case_of(name, dtype, devices)) for devices in (1, MOST))
-    row = {"program": name, "type": dtype, "machine": machine(), "bits": one, "bits of 8": many}
+    row: dict[str, Any] = {"program": name, "type": dtype, "machine": machine()}
+    row["bits"] = replayed(case_of(name, dtype, 1))
+    row |= {f"bits of {count}": replayed(case_of(name, dtype, count)) for count in counts}
     return row | timed(case_of(name, dtype, 1), RUNS) | {"seconds": round(time.monotonic() - start)}
 
 
@@ -56,13 +57,16 @@ def main() -> None:
     parser.add_argument("rows", type=Path, help="file that rows are added to")
     parser.add_argument("--only", default="", help="programs named like this; else four")
     parser.add_argument("--types", default="float32,bfloat16")
+    parser.add_argument("--devices", default=str(MOST), help="how many, such as 2,4,8")
     options = parser.parse_args()
+    counts = [int(count) for count in options.devices.split(",")]
     for name in [n for n in names() if (options.only in n if options.only else n in FIRST)]:
         for dtype in [t for t in options.types.split(",") if t in types_of(name)]:
-            row = measured(name, dtype)
+            row = measured(name, dtype, counts)
             with options.rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            equal = "equal" if row["bits"] == row["bits of 8"] else "OTHER BITS"
+            others = [count for count in counts if row[f"bits of {count}"] != row["bits"]]
+            equal = f"OTHER BITS on {others}" if others else f"equal, {row['bits']}"
             ratio = row["time"] / row["usual time"]
             print(
                 f"{row['seconds']:4} s  {name}, {dtype}: {equal}, time x usual {ratio:.2f}",

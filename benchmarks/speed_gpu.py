@@ -89,6 +89,15 @@ CASES: dict[str, list[dict[str, Any]]] = {
         train("bfloat16", 128, 131_072, profile=True),
         train("float8", 128, 131_072, profile=True, config={"products": "float8"}),
     ],
+    "dropless": [  # on one batch a few experts get most tokens after some steps, if routers learn
+        train(f"{name}{', routers as they begin' if rate < 1 else ''}", 128, 131_072, **more)
+        | {"rate": rate}
+        for rate in (1.0, 1e-30)
+        for name, more in (
+            ("with a capacity", {}),
+            ("without a capacity", {"config": {"dispatch": "dropless"}}),
+        )
+    ],
     "curve8": [
         train("curve", 32, 16_384, lengths=(128, 80), dims=BASE, config={"stacked": True})
         | {"module": "curve", "steps": 600, "limit": 300, "seeds": 3}

@@ -10,7 +10,7 @@ its oracle. The table says what the plain form, or another library's kernel, wou
 from __future__ import annotations
 
 import argparse
-import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.gpu.packed import packed_batch
 from benchmarks.gpu.timing import milliseconds
 from gshard.nn.flash import flash_attention, reference
-from gshard.nn.grouped import grouped_product
+from gshard.nn.grouped import times
 from gshard.nn.kernels import cached, float8, vocabulary
 from gshard.nn.norm import normalize, normalize_beside
 from gshard.nn.segments import Segments
@@ -51,11 +52,14 @@ def filled(shapes: Shapes) -> list[jax.Array]:
     ]
 
 
-def attention(length: int, tokens: int = 65_536) -> tuple[Ways, Shapes]:
-    """Attention of 16 heads of 128 among all tokens of a row, without dropout, which some lack."""
+def attention(length: int, packed: bool, tokens: int = 65_536) -> tuple[Ways, Shapes]:
+    """Attention of 16 heads of 128 without dropout, which some lack: among all tokens of a row, or
+    within packed sentences."""
     shape = shaped(tokens // length, length, 16, 128)
-    one = jnp.ones(shape.shape[:2], jnp.int32)
-    visible = Segments(one, one)
+    segments = jnp.ones(shape.shape[:2], jnp.int32)
+    if packed:
+        segments = jnp.asarray(packed_batch(shape.shape[0], (length, length), (64_000, 64_000))[1])
+    visible = Segments(segments, segments)
 
     def ours(q: Any, k: Any, v: Any) -> Any:
         return flash_attention(q, k, v, visible, 0.0, SEED)
@@ -71,8 +75,12 @@ def attention(length: int, tokens: int = 65_536) -> tuple[Ways, Shapes]:
         q, k, v = (x.astype(jnp.float16) for x in (q * 128**-0.5, k, v))
         return attention_mgpu.attention(q, k, v, config).astype(jnp.bfloat16)
 
-    cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-    return {OURS: ours, PLAIN: plain, "cuDNN": cudnn, "Mosaic GPU": mosaic}, [shape] * 3
+    def cudnn(q: Any, k: Any, v: Any) -> Any:
+        mask = visible.mask()[:, None] if packed else None
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
+
+    ways = {OURS: ours, PLAIN: plain, "cuDNN": cudnn}
+    return ways if packed else ways | {"Mosaic GPU": mosaic}, [shape] * 3
 
 
 def with_gradients(ways: Ways) -> Ways:
@@ -121,12 +129,17 @@ def eight_bits() -> tuple[Ways, Shapes]:
 
 def experts(rows: int) -> tuple[Ways, Shapes]:
     """Products of 16 experts with unequal numbers of tokens; beside them equal numbers, padded."""
-    G, K, N = 16, 1024, 8192
-    cuts = np.sort(np.random.default_rng(0).integers(0, rows, G - 1))
-    sizes = jnp.asarray(np.diff([0, *cuts, rows]), jnp.int32)
+    G, K, N, block = 16, 1024, 8192, 128
+    cuts = np.sort(np.random.default_rng(0).integers(0, rows // block, G - 1))
+    counts = np.diff([0, *cuts, rows // block])
+    sizes = jnp.asarray(counts * block, jnp.int32)
+    expert = jnp.asarray(np.repeat(np.arange(G), counts), jnp.int32)
 
     def ragged(x: Any, w: Any) -> Any:
         return lax.ragged_dot(x, w, sizes)
+
+    def ours(x: Any, w: Any) -> Any:
+        return times(x.reshape(-1, block, K), w, expert).reshape(rows, N)
 
     def mosaic(x: Any, w: Any) -> Any:
         from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
@@ -139,21 +152,21 @@ def experts(rows: int) -> tuple[Ways, Shapes]:
     def padded(x: Any, w: Any) -> Any:
         return jnp.einsum("GCM,GMH->GCH", x.reshape(G, rows // G, K), w)
 
-    ways = {"lax.ragged_dot": ragged, "Mosaic GPU": mosaic, "equal sizes": padded}
+    ways = {OURS: ours, "lax.ragged_dot": ragged, "ragged_dot_mgpu": mosaic, "equal sizes": padded}
     return ways, [shaped(rows, K), shaped(G, K, N)]
 
 
 def few_tokens() -> tuple[Ways, Shapes]:
-    """The experts of a decoding step: 64 blocks of 16 tokens, 32 experts of 512 x 2048."""
-    slots = jnp.asarray(np.random.default_rng(0).integers(0, 32, 64), jnp.int32)
+    """The experts of a decoding step: 64 blocks of 64 tokens, 32 experts of 512 x 2048."""
+    slots = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 32, 64)), jnp.int32)
 
     def ours(x: Any, w: Any) -> Any:
-        return grouped_product(x, w, slots, True)
+        return times(x, w, slots, relu=True)
 
     def plain(x: Any, w: Any) -> Any:
         return jax.nn.relu(jnp.einsum("NCM,NMH->NCH", x, w[slots]))
 
-    return {OURS: ours, PLAIN: plain}, [shaped(64, 16, 512), shaped(32, 512, 2048)]
+    return {OURS: ours, PLAIN: plain}, [shaped(64, 64, 512), shaped(32, 512, 2048)]
 
 
 def from_cache() -> tuple[Ways, Shapes]:
@@ -172,10 +185,11 @@ def from_cache() -> tuple[Ways, Shapes]:
 
 def cases() -> Iterator[tuple[str, Ways, Shapes]]:
     """What is compared: a title, the ways, the shapes of their arguments."""
-    for length in (256, 2048):
-        ways, args = attention(length)
-        yield f"attention, rows of {length}, forward", ways, args
-        yield f"attention, rows of {length}, with gradients", with_gradients(ways), args
+    for length, packed in itertools.product((256, 2048), (True, False)):
+        ways, args = attention(length, packed)
+        title = f"attention, rows of {length}{', packed' if packed else ''}"
+        yield f"{title}, forward", ways, args
+        yield f"{title}, with gradients", with_gradients(ways), args
     yield "normalization with gradients", *norm()
     yield "loss and gradient of logits", *loss()
     yield "rounding to 8 bits, both orientations", *eight_bits()

@@ -42,7 +42,8 @@ def config_of(case: dict[str, Any]) -> Any:
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """One case: compile, time some steps, and if asked look at the kernels."""
     config = config_of(case)
-    optimizer = adafactor(fused=case.get("fused", case.get("tuned", True)))
+    rate = case.get("rate", 1.0)  # small: routers stay as they begin
+    optimizer = adafactor(rate, fused=case.get("fused", case.get("tuned", True)))
     lengths = case.get("lengths", (LENGTH, LENGTH))
     tokens = [case["tokens"] // lengths[0] * length for length in lengths]
     vocabs = (config.source_vocab, config.target_vocab)
@@ -60,7 +61,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     compiled = step.lower(state, batch, key).compile()
     compiling = time.perf_counter() - begin
     memory = compiled.memory_analysis()
-    state, losses, times = timed(compiled, state, batch, key, case.get("repeats", 3))
+    state, metrics, losses, times = timed(compiled, state, batch, key, case.get("repeats", 3))
     seconds = float(np.median(times))
     real = [
         float(np.mean(np.asarray(s) > 0)) for s in (batch.source_segments, batch.target_segments)
@@ -79,6 +80,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         "compile_s": compiling,
         "init_s": initialized,
         "losses": losses,
+        "routers": routers(metrics),
         "peak_gb": peak_gb(),
         "temp_gb": memory.temp_size_in_bytes / 1e9,
         "tflop": flops / 1e12,
@@ -110,4 +112,11 @@ def timed(compiled: Any, state: TrainState, batch: Any, key: Any, repeats: int) 
         jax.block_until_ready(state)
         times.append((time.perf_counter() - begin) / 12)
     losses.append(float(metrics.nll))
-    return state, losses, times
+    return state, metrics, losses, times
+
+
+def routers(metrics: Any) -> dict[str, float]:
+    """What the experts of the last step had: choices without a slot, tokens by their experts."""
+    names = ("overflow_first", "overflow_second", "tokens_0", "tokens_1", "tokens_2")
+    both = [x for x in (metrics.encoder, metrics.decoder) if x is not None]
+    return {n: float(np.mean([np.mean(getattr(x, n)) for x in both])) for n in names}

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from gshard.nn.strategy import Strategy
 
 AttentionKind = Literal["plain", "flash"]
-Dispatch = Literal["einsum", "index", "flat"]
+Dispatch = Literal["einsum", "index", "flat", "dropless"]
 Exchange = Literal["dtype", "float8"]
 Products = Literal["dtype", "float8"]
 Random = Literal["threefry", "hash"]
@@ -87,7 +87,8 @@ class TransformerConfig:
     have matrix units for them (Hopper and later), and slower elsewhere. The router, the softmax,
     normalization, embeddings and logits are not affected. `exchange`: in which numbers tokens are
     sent to their experts and back (`gshard.nn.exchange`); in eight bits that is half the bytes of
-    bfloat16.
+    bfloat16. `dispatch`: how tokens are sent to their experts (`gshard.nn.experts`); "dropless" has
+    no capacity, and drops no token.
 
     The last four say how the same model is computed, not what it is; `tuned` sets them for GPUs.
     `stacked` keeps the weights of all layers in one array and runs them under `lax.scan`, so that
@@ -145,12 +146,20 @@ class TransformerConfig:
             )
         if self.biases and self.products != "dtype":
             raise ValueError(f"biases are for products='dtype', and it is {self.products!r}")
+        if self.dispatch == "dropless" and (self.biases, self.products, self.exchange) != (
+            False, "dtype", "dtype",
+        ):  # fmt: skip
+            raise ValueError(
+                "dispatch='dropless' is for experts without biases, with products='dtype' and "
+                f"exchange='dtype'; here biases={self.biases}, products={self.products!r}, "
+                f"exchange={self.exchange!r}"
+            )
 
     def tuned(self) -> TransformerConfig:
         """The same model, computed in the ways that are fastest on GPUs."""
-        return replace(
-            self, stacked=False, dispatch="flat", attention="flash", random="hash", loss_chunks=8
-        )
+        dispatch: Dispatch = "dropless" if self.dispatch == "dropless" else "flat"
+        fast = replace(self, dispatch=dispatch, attention="flash", random="hash")
+        return replace(fast, stacked=False, loss_chunks=8)
 
     def kernels(self, strategy: Strategy) -> Strategy | None:
         """The strategy whose devices run kernels, each on its own sequences; None: none do."""

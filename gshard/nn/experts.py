@@ -7,7 +7,7 @@ layer's two AllToAlls. By index is the default: it was faster wherever it was me
 on an H200, and more so the larger a group is (the einsums do S * E * C * M
 multiplications per group to move 2 * S * M numbers). On one device, where nothing has to be split,
 `flat` gathers from all groups at once (`gshard.nn.flat`), and moves nothing between the gathers and
-the experts' products.
+the experts' products. `dropless` has no capacity: every choice that the router keeps is computed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from gshard.nn.exact import float32_logits
 from gshard.nn.exchange import Annotate, exchanged
 from gshard.nn.flat import flat_dropless, flat_groups
 from gshard.nn.gating import Routed, RouterMetrics, Routing, route
-from gshard.nn.grouped import fits, grouped_product
-from gshard.nn.int8 import product
+from gshard.nn.grouped import feed_forward, times
+from gshard.nn.int8 import Int8, product
 from gshard.nn.layers import biased, dropout, init_weight, relu, split_key
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
@@ -96,29 +96,26 @@ class Experts(eqx.Module):
         return biased(product("ECH,EHM->ECM", h_ECH, self.wo), _along(self.bo, 1))
 
     @jax.named_scope("experts")
-    def in_blocks(self, x_NCM: Array, expert_N: Array) -> Array:
-        """Each block of tokens by its expert; the number E means none, and gives zeros."""
-        if self.by_kernel(x_NCM):
-            h_NCH = grouped_product(x_NCM, self.wi, expert_N, True)
-            return grouped_product(h_NCH, self.wo, expert_N, False)
+    def in_blocks(self, x_NCM: Array, expert_N: Array, drop: Drop | None = None) -> Array:
+        """Each block of tokens by its expert; with biases there are no gradients."""
+        wi, wo = (w if isinstance(w, Int8) else w.astype(x_NCM.dtype) for w in (self.wi, self.wo))
+        if self.bi is None or self.bo is None:
+            units = jnp.ones((*x_NCM.shape[:2], wi.shape[2]), x_NCM.dtype)
+            return feed_forward(x_NCM, wi, wo, expert_N, drop(units) if drop else None)
+        h_NCH = relu(times(x_NCM, wi, expert_N) + self.bi[expert_N][:, None].astype(x_NCM.dtype))
+        return times(h_NCH, wo, expert_N) + self.bo[expert_N][:, None].astype(x_NCM.dtype)
 
-        def block(given: tuple[Array, Array]) -> Array:
-            x_CM, expert = given
-            skipped = jnp.zeros_like(x_CM)
-            return jax.lax.cond(
-                expert < len(self.wi), lambda: self._one(x_CM, expert), lambda: skipped
-            )
-
-        return jax.lax.map(block, (x_NCM, expert_N))
-
-    def by_kernel(self, x: Array) -> bool:
-        """Whether `in_blocks` takes all blocks at once, without weights that no block needs."""
-        return self.bi is None and fits(x, self.wi, self.wo)
-
-    def _one(self, x_CM: Array, expert: Array) -> Array:
-        one = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False), self)
-        h_CH = relu(biased(product("CM,MH->CH", x_CM, one.wi), one.bi))
-        return biased(product("CH,HM->CM", h_CH, one.wo), one.bo)
+    @jax.named_scope("experts")
+    def sorted(self, x_RM: Array, expert_R: Array, kept_R: Array, drop: Drop) -> Array:
+        """Each row by its expert, or zeros: in the form that gshard exchanges between devices."""
+        E, R = len(self.wi), len(x_RM)
+        expert_R = jnp.where(kept_R, expert_R, E)
+        order_R = jnp.argsort(expert_R)
+        counts_E = jnp.bincount(expert_R, length=E)  # the rows of no expert are the last
+        wi, wo = (w.astype(x_RM.dtype) for w in (self.wi, self.wo))
+        h_RH = drop(relu(jax.lax.ragged_dot(x_RM[order_R], wi, counts_E)))
+        y_RM = jax.lax.ragged_dot(h_RH, wo, counts_E)
+        return jnp.zeros((R, y_RM.shape[1]), y_RM.dtype).at[order_R].set(y_RM)
 
 
 def _along(bias_EM: Array | None, *dims: int) -> Array | None:
@@ -204,6 +201,7 @@ class MoE(eqx.Module):
 
         logits_GSE = self._logits(x_GSM)
         S, E = logits_GSE.shape[1:]
+        dropless = dropless or self.dispatch == "dropless"
         C = self.config.capacity(S, E, train=key is not None, dropless=dropless)
         route_key, drop_key = key, None
         if key is not None and self.dropout:
@@ -216,7 +214,9 @@ class MoE(eqx.Module):
         # With a slot for every token in every expert, other ways would waste nearly all their work.
         if strategy.devices == 1 and (dropless or self.dispatch == "flat"):
             if dropless:
-                y_GSM = flat_dropless(self.experts, routing, x_GSM, E)
+                used = None if drop_key is None else drop
+                run = functools.partial(self.experts.in_blocks, drop=used)
+                y_GSM = flat_dropless(run, routing, x_GSM, E)
             else:
                 by_expert = self._experts_by(drop, drop_key)
 
@@ -225,6 +225,10 @@ class MoE(eqx.Module):
 
                 y_GSM = flat_groups(experts, routing, x_GSM, E, C)
             return y_GSM.reshape(B, L, M), Routed(routing, metrics)
+
+        if self.dispatch == "dropless":
+            y_RM = self._sorted(strategy, routing, x_GSM.reshape(-1, M), drop)
+            return y_RM.reshape(B, L, M), Routed(routing, metrics)
 
         dispatch, combine = DISPATCHES[self.dispatch]
 
@@ -239,6 +243,16 @@ class MoE(eqx.Module):
         y_GECM = self._group_first(x_EGCM, drop, drop_key)
         y_GECM = strategy.groups(self._exchanged(y_GECM, by_expert_second, strategy.groups))
         return combine(strategy, routing, y_GECM).reshape(B, L, M), Routed(routing, metrics)
+
+    def _sorted(self, strategy: Strategy, routing: Routing, x_RM: Array, drop: Drop) -> Array:
+        """Tokens to the devices of their experts and back, one choice after the other."""
+        experts = strategy.weights(self).experts
+        choices = zip(routing.expert, routing.kept, routing.weight, strict=True)
+        return sum(
+            weight_GS.reshape(-1, 1).astype(x_RM.dtype)
+            * experts.sorted(x_RM, expert_GS.ravel(), kept_GS.ravel(), drop)
+            for expert_GS, kept_GS, weight_GS in choices
+        )
 
     def _exchanged(self, x: Array, here: Annotate = _same, there: Annotate = _same) -> Array:
         """What is sent from one sharding to another."""

@@ -8,30 +8,19 @@ pass. Dims: R tokens of all groups, K choices, X slots of all experts, each expe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from gshard.nn.gating import Routing
-from gshard.nn.grouped import ROWS
+from gshard.tensors.annotate import target_platform
 
 RunExperts = Callable[[Array], Array]  # [E, C, M] to [E, C, M]
-
-
-class AnyExperts(Protocol):
-    """What dropless tokens need of `gshard.nn.experts.Experts`."""
-
-    def in_place(self, x_ECM: Array) -> Array:
-        """Every expert on its own tokens."""
-
-    def in_blocks(self, x_NCM: Array, expert_N: Array) -> Array:
-        """Each block of tokens by the expert of its number; E is none, and gives zeros."""
-
-    def by_kernel(self, x: Array) -> bool:
-        """Whether all blocks are computed by one kernel, no slower than a batched product."""
+RunBlocks = Callable[..., Array]  # [N, C, M] and the expert of each block to [N, C, M]
 
 
 class Places(NamedTuple):
@@ -53,99 +42,36 @@ def flat_groups(run: RunExperts, routing: Routing, x_GSM: Array, E: int, C: int)
     return y_RM.reshape(G, S, M)
 
 
-def flat_dropless(experts: AnyExperts, routing: Routing, x_GSM: Array, E: int) -> Array:
-    """The experts on all tokens, none dropped: the result is independent of the method.
+def flat_dropless(run: RunBlocks, routing: Routing, x_GSM: Array, E: int) -> Array:
+    """The experts on all tokens, none dropped: each expert's in entire blocks of rows.
 
-    If there is a kernel, each expert's tokens are computed in entire blocks. Otherwise all experts
-    get the capacity that the fullest one needs, which depends on data: a few times its balanced
-    share is often enough, and if not, a branch with a larger capacity runs. If a few of many
-    experts get most tokens, they are computed in blocks, one after another.
+    An expert's tokens are in the order of groups, and of their slots inside a group.
     """
-    G, S, M = x_GSM.shape
-    K, R = len(routing.expert), G * S
-    x_RM, weight_KR = x_GSM.reshape(R, M), routing.weight.reshape(K, R)
-    queue = ExpertQueue.of(routing.expert.reshape(K, R), routing.kept.reshape(K, R), E)
-    if experts.by_kernel(x_RM):
-        return in_blocks(experts, x_RM, weight_KR, queue, ROWS).reshape(G, S, M)
-
-    def with_room(room: int) -> Callable[[], Array]:
-        slot_KR = jnp.where(queue.kept, queue.expert * room + queue.place, E * room)
-        return lambda: through(experts.in_place, x_RM, weight_KR, slot_KR, E, room)
-
-    rooms = sorted({min(R, _round_up(times * K * R // E)) for times in _SHARES})
-    ways = [with_room(room) for room in rooms]
-    if rooms[-1] < R:
-        ways.append(lambda: in_blocks(experts, x_RM, weight_KR, queue, _BLOCK))
-    way = jnp.sum(jnp.max(queue.load) > jnp.array(rooms))
-    return jax.lax.switch(way, ways).reshape(G, S, M)
-
-
-_SHARES = (2, 4, 8)  # capacity of an expert, in multiples of its balanced share
-_BLOCK = 32  # rows of a block
-
-
-def in_blocks(
-    experts: AnyExperts, x_RM: Array, weight_KR: Array, queue: ExpertQueue, rows: int
-) -> Array:
-    """The experts on the blocks of rows before them, however full each is."""
-    (K, R), E = queue.expert.shape, len(queue.load)
+    (G, S, M), K = x_GSM.shape, len(routing.expert)
+    R, rows = G * S, _rows_of_block(K * G * S // E)
     most = K * R // rows + E
-    end_E = jnp.cumsum(-(-queue.load // rows))  # of the blocks of each
-    first_E = jnp.concatenate([jnp.zeros(1, end_E.dtype), end_E[:-1]])
-    slot_KR = first_E[queue.expert] * rows + queue.place
-    slot_KR = jnp.where(queue.kept, slot_KR, most * rows)
+    wanted_KGSE = jax.nn.one_hot(routing.expert, E) * routing.kept[..., None]
+    count_GE = jnp.sum(wanted_KGSE, axis=(0, 2))
+    # A product, since a cumulative sum takes long on a GPU; these numbers are exact in float32.
+    exact = jax.lax.Precision.HIGHEST
+    before_GE = jnp.matmul(jnp.tri(G, k=-1), count_GE, precision=exact).astype(jnp.int32)
+    load_E = jnp.sum(count_GE, axis=0).astype(jnp.int32)
+    end_E = jnp.cumsum(-(-load_E // rows))  # of the blocks of each
+    begin_GE = before_GE + (end_E - -(-load_E // rows)) * rows
+    slot_KGS = begin_GE[jnp.arange(G)[:, None], routing.expert] + routing.slot
+    slot_KR = jnp.where(routing.kept, slot_KGS, most * rows).reshape(K, R)
     # Compared with all ends at once: a binary search is a loop of small kernels.
     expert_N = jnp.sum(end_E <= jnp.arange(most)[:, None], axis=1, dtype=jnp.int32)
-
-    def run(x_NCM: Array) -> Array:
-        return experts.in_blocks(x_NCM, expert_N)
-
-    return through(run, x_RM, weight_KR, slot_KR, most, rows)
+    by_block = functools.partial(run, expert_N=expert_N)
+    x_RM, weight_KR = x_GSM.reshape(R, M), routing.weight.reshape(K, R)
+    return through(by_block, x_RM, weight_KR, slot_KR, most, rows).reshape(G, S, M)
 
 
-def _round_up(rows: int) -> int:
-    """Rows of a matrix product come in multiples of 16."""
-    return max(-(-rows // 16) * 16, 16)
-
-
-class ExpertQueue(NamedTuple):
-    """The queue of choices at each expert, without a capacity."""
-
-    expert: Array  # [K, R]
-    kept: Array  # [K, R]
-    place: Array  # [K, R], position in the queue
-    load: Array  # [E]
-
-    @staticmethod
-    def of(expert_KR: Array, kept_KR: Array, E: int) -> ExpertQueue:
-        """Line them up in the order of the choices, then of the tokens."""
-        K, R = expert_KR.shape
-        wanted_KRE = jax.nn.one_hot(expert_KR, E, dtype=jnp.int32) * kept_KR[..., None]
-        wanted_YE = wanted_KRE.reshape(K * R, E)
-        place_Y = _places(expert_KR.ravel(), wanted_YE)
-        return ExpertQueue(expert_KR, kept_KR, place_Y.reshape(K, R), jnp.sum(wanted_YE, axis=0))
-
-
-_COMPARED = 64  # choices of a block
-
-
-def _places(expert_Y: Array, wanted_YE: Array) -> Array:
-    """How many choices before each one are of its expert; 0 for those that are not wanted.
-
-    Within a block choices are compared with each other, and only the blocks' counts are summed up:
-    on a GPU a cumulative sum over all choices takes as long as reading an expert's weights.
-    """
-    (Y, E), B = wanted_YE.shape, _COMPARED
-    more = -Y % B
-    expert_NB = jnp.pad(expert_Y, (0, more)).reshape(-1, B)
-    wanted_NBE = jnp.pad(wanted_YE, ((0, more), (0, 0))).reshape(-1, B, E)
-    kept_NB = jnp.sum(wanted_NBE, axis=-1)
-    same_NBB = (expert_NB[:, :, None] == expert_NB[:, None, :]) & jnp.tri(B, k=-1, dtype=bool)
-    within_NB = jnp.sum(same_NBB * kept_NB[:, None, :], axis=-1)
-    count_NE = jnp.sum(wanted_NBE, axis=1)
-    before_NE = jnp.cumsum(count_NE, axis=0) - count_NE
-    place_NB = within_NB * kept_NB + jnp.sum(before_NE[:, None, :] * wanted_NBE, axis=-1)
-    return place_NB.reshape(-1)[:Y]
+def _rows_of_block(share: int) -> int:
+    """For experts with so many rows on average: matrix units of GPUs need 64 for their speed."""
+    if target_platform() != "gpu":
+        return 32 if share >= 32 else 16
+    return 128 if share >= 512 else 64
 
 
 def through(

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gshard
 from gshard.nn.attention import Segments
 from gshard.nn.config import GatingConfig
 from gshard.nn.experts import DISPATCHES, MoE
@@ -38,7 +39,7 @@ def dense_mixture(moe, x, mask):
     return jnp.einsum("GSEH,EHM,GSE->GSM", h, moe.experts.wo, weights)
 
 
-@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("dispatch", [*DISPATCHES, "dropless"])
 def test_is_a_dense_mixture_when_nothing_overflows(dispatch):
     moe = layer(dispatch, capacity_factor=E, second_expert="all")
     x, mask = inputs()
@@ -103,6 +104,40 @@ def test_dropless_keeps_every_token():
     assert dropping.tokens_2 < 1
     assert metrics.tokens_2 == 1
     np.testing.assert_allclose(y, dense_mixture(moe, x, mask), atol=1e-5)
+
+
+def on_devices(strategy, moe, x, mask, key):
+    """The layer with gradients, on the devices of a strategy."""
+
+    def value(moe, x):
+        y, metrics = strategy.weights(moe)(strategy.groups(x), mask, key, strategy)
+        return jnp.sum(jnp.sin(y)) + metrics.aux_loss, (y, metrics)
+
+    return jax.value_and_grad(value, (0, 1), has_aux=True)(moe, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(8, 1), (4, 2)])
+def test_without_a_capacity_on_several_devices(grid):
+    """Every kept choice is computed, and sent to its expert and back, as is its gradient."""
+    config, key = GatingConfig(capacity_factor=0.5), jax.random.key(3)
+    moe = MoE(8, M, H, "float32", jax.random.key(0), config, None, "dropless")
+    x = jax.random.normal(jax.random.key(1), (8, 12, M))
+    mask = jax.random.bernoulli(jax.random.key(2), 0.8, (8, 12))
+    room = MoE(8, M, H, "float32", jax.random.key(0), GatingConfig(capacity_factor=99), None)
+    want = jax.jit(lambda *a: on_devices(Strategy(), *a, key))(room, x, mask)
+    step = gshard.jit(lambda *a: on_devices(Strategy(*grid), *a, key), devices=jax.devices()[:8])
+    lowered = step.lower(moe, x, mask)
+    sent = [c for c in lowered.collectives if c.kind == "all_to_all" and c.total_bytes]
+    assert len(sent) == 2 * 4  # two choices, there and back, forward and backward
+    for a, b in zip(*map(jax.tree.leaves, (lowered.compile()(moe, x, mask), want)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_what_has_to_have_a_capacity():
+    with pytest.raises(ValueError, match=r"dispatch='dropless' is for .* here .*products='float8'"):
+        models.config(dispatch="dropless", products="float8")
+    assert models.config(dispatch="dropless").tuned().dispatch == "dropless"
 
 
 @pytest.mark.slow

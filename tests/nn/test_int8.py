@@ -12,7 +12,6 @@ from gshard.mt.decoding.translator import beam_search
 from gshard.mt.training.loading import in_int8
 from gshard.mt.training.names import named
 from gshard.mt.training.weights import quantize, summed_axes
-from gshard.nn.grouped import Tiles, grouped_product, reference
 from gshard.nn.int8 import Int8, looked_up, product
 from tests.nn import models
 
@@ -59,18 +58,6 @@ def test_rows_of_a_table():
     tokens = jnp.array([[0, 6], [3, 9]])  # the last one is past the end
     want = np.asarray(table.astype("float32"))[[[0, 6], [3, 6]]]
     np.testing.assert_array_equal(looked_up(table, tokens), want)
-
-
-@pytest.mark.parametrize("relu", [False, True])
-def test_the_kernel_is_its_reference(relu):
-    """With experts that have no block and blocks that have no expert."""
-    rng = np.random.default_rng(0)
-    expert = jnp.array([0, 2, 2, 3, 3], jnp.int32)
-    x = jnp.float32(rng.normal(size=(5, 16, 32)))
-    w = Int8.of(jnp.float32(rng.normal(size=(3, 32, 48))), (-2,))
-    found = grouped_product(x, w, expert, relu, Tiles(16, 8, interpret=True))
-    np.testing.assert_allclose(found, reference(x, w, expert, relu), rtol=1e-5, atol=1e-5)
-    assert np.all(np.asarray(found)[3:] == 0)
 
 
 @pytest.mark.slow

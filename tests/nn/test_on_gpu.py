@@ -8,9 +8,6 @@ import pytest
 from gshard.nn import float8
 from gshard.nn.flash import flash_attention, joint_attention
 from gshard.nn.flash import reference as plain_attention
-from gshard.nn.grouped import fits, grouped_product
-from gshard.nn.grouped import reference as plain_product
-from gshard.nn.int8 import Int8
 from gshard.nn.kernels.float8 import E4M3, E5M2, by_kernel, gated_by_kernel, gated_reference
 from gshard.nn.kernels.float8 import reference as plain_eight
 from gshard.nn.kernels.vocabulary import fits as loss_fits
@@ -55,32 +52,6 @@ def packed(T, L, causal):
     rng = np.random.default_rng(0)
     q_BT, k_BL = (np.sort(rng.integers(1, 4, (3, n))).astype(np.int32) for n in (T, L))
     return Segments(jnp.asarray(q_BT).at[:, -2:].set(0), jnp.asarray(k_BL), causal)
-
-
-@pytest.mark.parametrize("relu", [False, True])
-def test_grouped_products(relu):
-    """An expert without a block, one with several, and blocks without an expert."""
-    expert = jnp.array([0, 2, 2, 4, 4], jnp.int32)
-    x, w = draw(5, 64, 128), draw(4, 128, 256)
-    assert fits(x, w)
-    same(
-        lambda x, w: grouped_product(x, w, expert, relu),
-        lambda x, w: plain_product(x, w, expert, relu),
-        x,
-        w,
-    )
-
-
-@pytest.mark.parametrize("relu", [False, True])
-def test_grouped_products_with_weights_in_8_bits(relu):
-    expert = jnp.array([0, 2, 2, 4, 4], jnp.int32)
-    x, w = draw(5, 64, 128), Int8.of(draw(4, 128, 256), (-2,))
-    assert fits(x, w)
-    same(
-        lambda x: grouped_product(x, w, expert, relu),
-        lambda x: plain_product(x, w, expert, relu),
-        x,
-    )
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])

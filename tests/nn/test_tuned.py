@@ -15,16 +15,14 @@ from gshard.nn import (
     Transformer,
     adafactor,
     cross_entropy,
-    experts,
     loss,
     train_step,
 )
 from gshard.nn.config import GatingConfig
 from gshard.nn.exact import float32_logits, parts
 from gshard.nn.experts import MoE
-from gshard.nn.flat import ExpertQueue, flat_dropless
+from gshard.nn.flat import flat_dropless
 from gshard.nn.gating import Routing, route
-from gshard.nn.grouped import Tiles, grouped_product, reference
 from gshard.nn.hashing import hash_dropout, hashed_bits, round_stochastically, seed_of
 from gshard.nn.layers import relu
 from gshard.nn.step import weighted_nll
@@ -149,80 +147,28 @@ def test_a_tuned_model_keeps_its_four_all_to_all():
     assert set(found) == {"all_to_all", "all_reduce"}
 
 
-@pytest.mark.parametrize("way", ["in turn", "by the kernel"])
 @pytest.mark.parametrize("loads", ["even", "all to one", "none"])
-def test_dropless_gives_room_to_all_whatever_the_loads(loads, way, monkeypatch):
+def test_dropless_gives_room_to_all_whatever_the_loads(loads):
     """Empty experts, experts with a few tokens, and one that all tokens want."""
     G, S, E, M, H = 6, 40, 8, 16, 32
-    if way == "by the kernel":
-        monkeypatch.setattr(experts, "fits", lambda *_: True)
-        monkeypatch.setattr(experts, "grouped_product", interpreted)
     rng = np.random.default_rng(0)
     first = np.full((G, S), 3) if loads == "all to one" else rng.integers(0, E, (G, S))
     expert = np.stack([first, (first + rng.integers(1, E, (G, S))) % E])
     kept = np.broadcast_to(loads != "none", expert.shape)
     weight = rng.random(expert.shape).astype(np.float32) * kept
     x = rng.normal(size=(G, S, M)).astype(np.float32)
-    routing = Routing(jnp.asarray(expert), jnp.zeros(expert.shape, jnp.int32), weight, kept)
+    slot = np.zeros(expert.shape, np.int32)  # choices before it of its expert in its group
+    for k, g, s in np.ndindex(expert.shape):
+        before = np.r_[expert[:k, g].ravel(), expert[k, g, :s]]
+        slot[k, g, s] = np.sum(before == expert[k, g, s])
+    routing = Routing(jnp.asarray(expert), jnp.asarray(slot), weight, kept)
     some = MoE(E, M, H, "float32", jax.random.key(0)).experts
 
-    got = jax.jit(lambda r, x: flat_dropless(some, r, x, E))(routing, x)
+    got = jax.jit(lambda r, x: flat_dropless(some.in_blocks, r, x, E))(routing, x)
     every = some.in_place(jnp.broadcast_to(x.reshape(1, G * S, M), (E, G * S, M)))
     chosen = np.take_along_axis(np.asarray(every).reshape(E, G, S, M), expert[..., None], axis=0)
     want = np.sum(weight[..., None] * chosen, axis=0)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-
-
-def interpreted(x, w, expert, relu):
-    return grouped_product(x, w, expert, relu, Tiles(columns=16, depth=8, interpret=True))
-
-
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize(("columns", "depth"), [(16, 8), (128, 64)])
-def test_grouped_product_is_its_reference(relu, columns, depth):
-    """With experts that have no block and blocks that have no expert, forward and backward."""
-    E, M, H, C = 3, 32, 48, 16
-    expert = jnp.array([0, 2, 2, 3, 3], jnp.int32)
-    rng = np.random.default_rng(0)
-    x, w, grads = (jnp.float32(rng.normal(size=s)) for s in ((5, C, M), (E, M, H), (5, C, H)))
-    tiles = Tiles(columns, depth, interpret=True)
-
-    def value(product):
-        y, pull = jax.vjp(lambda x, w: product(x, w, expert), x, w)
-        return y, pull(grads)
-
-    got = value(lambda x, w, e: grouped_product(x, w, e, relu, tiles))
-    close(got, value(lambda x, w, e: reference(x, w, e, relu)), rtol=1e-5, atol=1e-5)
-    assert np.all(np.asarray(got[0])[3:] == 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("K", "R", "E"), [(2, 200, 5), (1, 64, 3), (2, 3, 4)])
-def test_places_in_the_queue_are_those_of_a_cumulative_sum(K, R, E):
-    """Blocks that are full, filled in part, and larger than all choices."""
-    rng = np.random.default_rng(R)
-    expert, kept = rng.integers(0, E, (K, R)).astype(np.int32), rng.random((K, R)) < 0.7
-    queue = jax.jit(ExpertQueue.of, static_argnums=2)(expert, kept, E)
-    wanted = ((expert[..., None] == np.arange(E)) & kept[..., None]).reshape(K * R, E)
-    place = ((np.cumsum(wanted, axis=0) - wanted) * wanted).sum(-1).reshape(K, R)
-    np.testing.assert_array_equal(queue.place, place)
-    np.testing.assert_array_equal(queue.load, wanted.sum(0))
-
-
-def test_an_expert_without_tokens_has_no_gradient():
-    moe = MoE(8, 4, 6, "float32", jax.random.key(0), GatingConfig(), None, "flat")
-    x = jax.random.normal(jax.random.key(1), (2, 3, 4))  # 6 tokens, so some expert has none
-
-    def f(moe):
-        y, metrics = moe(x, jnp.ones((2, 3), bool), jax.random.key(2))
-        return jnp.sum(y * y), metrics
-
-    grads, metrics = jax.jit(jax.grad(f, has_aux=True))(moe)
-    empty = np.asarray(metrics.load == 0)
-    assert empty.any()
-    sizes = np.abs(grads.experts.wi).max((1, 2))
-    assert np.all(sizes[empty] == 0)
-    assert np.all(np.isfinite(sizes))
 
 
 @pytest.mark.slow
