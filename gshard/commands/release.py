@@ -26,6 +26,7 @@ def release(
 ) -> None:
     """Write what translating with a run needs: weights, vocabularies, settings and a card."""
     from gshard.commands.show import console
+    from gshard.graph.readable import size
     from gshard.mt import hosts
     from gshard.mt.errors import UserError, nearest
     from gshard.mt.release import huggingface, make
@@ -64,5 +65,5 @@ def release(
         made = make.make_release(opened, out, checkpoint, chosen)
     for path in sorted(made.rglob("*")):
         if path.is_file():
-            size = path.stat().st_size / 1e6
-            console.print(f"{size:8.2f} MB  {path}", markup=False, soft_wrap=True, highlight=False)
+            held = size(path.stat().st_size)
+            console.print(f"{held:>8}  {path}", markup=False, soft_wrap=True, highlight=False)

@@ -44,7 +44,7 @@ def test_a_layout_by_shapes(folder):
     words = ["auto", "program_of_a_user:layer", "f32[65536,256]", "f32[256,256]"]
     shown = CliRunner().invoke(app, [*words, "--hardware", "h100", "--explain"]).stdout
     assert shown.startswith("mesh a=8 on 8 x h100\nforecast: ")
-    assert "[0]: (a, -) of 65536x256, saves " in shown
+    assert 'x: P("a", None) of 65536x256, saves ' in shown
     assert "considered:" in shown
 
 

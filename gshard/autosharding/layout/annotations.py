@@ -92,8 +92,9 @@ def spec_of(dims: Dims, axes: tuple[str, ...]) -> Spec:
 
 
 def shown(dims: Dims) -> str:
-    """The mesh axes of each dim, for people."""
-    return "(" + ", ".join("+".join(axes) if axes else "-" for axes in dims) + ")"
+    """The mesh axes of each dim, as JAX writes them."""
+    words = [json.dumps(axes[0]) if len(axes) == 1 else str(axes or None) for axes in dims]
+    return f"P({', '.join(words)})".replace("'", '"')
 
 
 def dims_on(sharding: Sharding, mesh: Mapping[str, int]) -> Dims | None:

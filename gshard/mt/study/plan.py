@@ -343,11 +343,11 @@ def overview_table(plan: Study) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=str(plan.path), box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("run", no_wrap=True)
-    for column in ("stage", "planned"):
-        table.add_column(column)
-    for column in ("steps", "tokens", "minutes", "dev loss", "BLEU", "chrF++"):
+    table = Table(title=str(plan.path), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("run", overflow="fold", min_width=12)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("planned", overflow="fold")
+    for column in ("steps", "tokens", "min", "dev", "BLEU", "chrF++"):
         table.add_column(column, justify="right", no_wrap=True)
     for run in plan.runs:
         found = entry(plan, run)

@@ -70,9 +70,14 @@ class Spent:
     seconds: float = 0.0
     waited: float = 0.0  # seconds in which there was no batch
     pace: float = 0.0  # seconds of a step, late ones counting most
+    until: float = math.inf  # when this stretch ends at the latest, by time.monotonic
     in_a_row: int = 0  # updates left out lately
     loss: float = 0.0
     unsaved: bool = False  # a save failed and is to be tried again
+
+    def left(self, steps: int) -> float:
+        """Seconds until so many steps are done, or train.minutes are over."""
+        return min(steps * self.pace, max(0.0, self.until - time.monotonic()))
 
     def noted(self) -> dict[str, float]:
         """For the note of a checkpoint."""
@@ -164,6 +169,7 @@ class _Stretch:
             iterator.set_state({**data, "step": step})
         try:
             with Stop(self.run.config.train.minutes) as stop:
+                self.spent.until = stop.until
                 step = self._steps(state, step, iterator, stop)
         finally:
             iterator.close()
@@ -300,7 +306,7 @@ class _Stretch:
             "data_wait": spent.waited / max(spent.seconds, 1e-9),
             "seconds": spent.seconds,
         }
-        left = (self.run.config.train.steps - step) * spent.pace
+        left = spent.left(self.run.config.train.steps - step)
         self._tell_figures("train", step, left, **record)
 
     def _tell_figures(self, kind: str, step: int, left: float, **record: Any) -> None:

@@ -32,7 +32,7 @@ class Stop:
     """A signal ends the training after the step that runs; a second one ends it at once."""
 
     def __init__(self, minutes: float):
-        self._until = time.monotonic() + 60 * minutes if minutes else float("inf")
+        self.until = time.monotonic() + 60 * minutes if minutes else float("inf")
         self._alone = jax.process_count() == 1
         self._next = 0  # the step after which hosts talk again
         self._last = (0, time.monotonic())
@@ -58,7 +58,7 @@ class Stop:
 
     def __call__(self, step: int, save: bool = False) -> Wishes:
         """What to do after this step; `save` is whether this host has a save to repeat."""
-        mine = [self.signal, time.monotonic() > self._until, save]
+        mine = [self.signal, time.monotonic() > self.until, save]
         if self._alone:
             return Wishes(bool(mine[0] or mine[1]), save)
         if step < self._next:

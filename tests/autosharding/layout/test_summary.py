@@ -13,7 +13,7 @@ def test_equal_layers_are_one_line():
     inside = tuple(AnnotatedInside(place, (n,), (("a",), ())) for n in (0, 3))
     layout = gshard.Layout({"a": 8}, tuple(said), "h100", 1.0, 1, 1.0, inside=inside)
     assert str(layout).splitlines()[3:] == [
-        "  [0][0]['w']: (-, a) of 16x32, and 11 more like it, saves 2 ms",
-        "  [0][0]['b']: (a) of 32",
-        "  model.py:7 dot_general 8x32 number 0: (a, -), and 1 more like it",
+        "  [0][0]['w']: P(None, \"a\") of 16x32, and 11 more like it, saves 2 ms",
+        "  [0][0]['b']: P(\"a\") of 32",
+        '  model.py:7 dot_general 8x32 number 0: P("a", None), and 1 more like it',
     ]

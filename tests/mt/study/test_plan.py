@@ -1,11 +1,13 @@
 """Plans of studies: what they say, and what is refused before anything starts."""
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gshard.mt.errors import UserError
-from gshard.mt.study.plan import ENDLESS, assignments, length_of, read_plan
+from gshard.mt.study.plan import ENDLESS, assignments, length_of, overview_table, read_plan
 from gshard.nn.shapes import forward_flops
 
 PLAN = """
@@ -139,3 +141,14 @@ def test_a_run_may_go_on_with_a_fall_that_begins_where_the_other_ended(tmp_path)
 def test_tables_become_the_settings_of_the_command_line():
     table = {"model": {"experts": 4, "gating": {"top_k": 1}}, "x": True, "y": ["a", "b"]}
     assert assignments(table) == ["model.experts=4", "model.gating.top_k=1", "x=true", "y=a,b"]
+
+
+def test_the_status_is_readable_on_80_columns(tmp_path):
+    """Names and stages are complete: a long name is folded, none is cut."""
+    (tmp_path / "study.toml").write_text(PLAN.replace('"longer"', '"moe-128-experts-12-longer"'))
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(overview_table(read_plan(tmp_path / "study.toml")))
+    shown = console.export_text()
+    assert "…" not in shown
+    assert shown.count("waiting") == 4  # the stage of each run, and of the baselines
+    assert all(name in shown for name in ("dense", "baselines", "5,000 tokens"))

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import time
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
+from gshard.mt.training.loop import Spent
 from gshard.mt.training.stopping import Stop, Wishes
 
 
@@ -90,3 +92,9 @@ def test_what_one_host_wants_all_do(exchange, monkeypatch):
     with Stop(0) as stop:
         assert stop(1) == Wishes(stop=True, save=True)
     assert stop.signal == signal.SIGTERM
+
+
+def test_the_time_left_ends_with_the_minutes():
+    assert Spent(pace=0.5).left(10) == 5.0
+    assert Spent(pace=10.0, until=time.monotonic() + 300).left(800) <= 300
+    assert Spent(pace=10.0, until=time.monotonic() - 1).left(800) == 0.0
