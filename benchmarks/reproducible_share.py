@@ -35,7 +35,7 @@ def replayed(case: Case) -> str:
     """The bits of one step, whose operators run on this machine's device one at a time."""
     lowered = gshard.jit(case.step, devices=case.devices, reproducible=True).lower(*case.arguments)
     compiled = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
-    here = mock.patch("gshard.checking.replaying.on_host.host", return_value=jax.devices()[0])
+    here = mock.patch("gshard.checking.on_host.host", return_value=jax.devices()[0])
     with here, mock.patch.object(jax, "jit", compiled):
         replay = lowered.replay(*case.arguments)
         replay.run()
