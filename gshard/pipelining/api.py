@@ -73,7 +73,7 @@ def pipeline(
         run = _Run(given, stages, microbatches, traced, count)
     except ValueError as error:
         raise ValueError(f"{here()}: gshard.pipeline: {error}") from None
-    found = run(*traced.operands)
+    found = run.call(*traced.operands)
     if head is None:
         found = [jnp.swapaxes(y, 0, 1).reshape(-1, *y.shape[2:]) for y in found]
     return jax.tree.unflatten(traced.results, found)
@@ -175,11 +175,8 @@ class _Run:
                 ways.append((costs, chosen(given, number, count, traced.layers, costs, limit)))
             costs, found = min(ways, key=lambda way: way[0].rank(way[1], limit))
             (self.schedule, self.layers), self.seconds = found, (*costs.seconds, costs.head)
-        self._call = jax.custom_vjp(self._forward)
-        self._call.defvjp(self._with_residuals, self._backward, symbolic_zeros=True)
-
-    def __call__(self, *operands: list[Any]) -> Any:
-        return self._call(*operands)
+        self.call = jax.custom_vjp(self._forward)
+        self.call.defvjp(self._with_residuals, self._backward, symbolic_zeros=True)
 
     def _costs(self, machine: Hardware, share: int, stages: int | str) -> Costs:
         """For a stage of `share` devices; each has its weights, where stages are compared."""

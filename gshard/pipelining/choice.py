@@ -104,16 +104,13 @@ def chosen(
     Where nothing is within it, the one that needs the least. A given one that is over the limit is
     refused if another is within.
     """
-
-    def with_layers(schedule: Schedule) -> Option:
-        return schedule, balanced(layers, schedule, costs)
-
-    own = with_layers(given) if given else None
+    own = (given, balanced(layers, given, costs)) if given else None
     if own and costs.memory(*own) <= limit:
         return own
     usable = (n for n in NAMES if n != "interleaved" or microbatches % stages == 0)
     made = (make(name, stages, microbatches) for name in usable)
-    options = [with_layers(each) for each in made if len(each.positions) <= layers]
+    fitting = (each for each in made if len(each.positions) <= layers)
+    options = [(each, balanced(layers, each, costs)) for each in fitting]
     best = min(options, key=lambda option: costs.rank(option, limit))
     need = costs.memory(*best)
     if own and need <= limit:

@@ -45,10 +45,6 @@ class Type:
         """The shape on a device."""
         return self.sharding.local_shape(self.shape)
 
-    def tile(self, array: Any) -> Tile:
-        """What a device has of such a value."""
-        return Tile(array, self.sharding, self.shape, self.origin)
-
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -72,8 +68,8 @@ class Piece:
         planner = self.stages.planner(self.found)
         reason = Reason("operand", "pipeline")
         ready = [
-            planner.reshard(kind.tile(a), self.found.shardings[v], reason)
-            for a, kind, v in zip(arrays, self.operands, self.flat.jaxpr.invars, strict=True)
+            planner.reshard(Tile(a, t.sharding, t.shape, t.origin), self.found.shardings[v], reason)
+            for a, t, v in zip(arrays, self.operands, self.flat.jaxpr.invars, strict=True)
         ]
         results = planner.run_body(self.flat, ready, self.sums)
         for number, kind in enumerate(self.wanted):
