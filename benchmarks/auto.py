@@ -146,7 +146,7 @@ def table(rows: list[Row], timed: bool, hardware: str) -> str:
     better = sum(r.ratio < 1 for r in rows)
     worst = max(r.ratio for r in rows)
     lines = [
-        "# Annotations chosen by gshard, beside those of experts",
+        "# Annotations chosen by gshard compared with those of experts",
         "",
         f"8 x {hardware}. Milliseconds are the forecast of the lowered program; the ratio is ours",
         "over the best expert's, and so are the bytes that a device sends. No layout takes less",

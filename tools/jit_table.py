@@ -20,13 +20,13 @@ MODULES = (
     "test_repeated_calls", "capture.test_partly_manual", "test_memory_layouts",
 )  # fmt: skip
 
-_HEAD = """# `gshard.jit` beside `jax.jit`
+_HEAD = """# `gshard.jit` compared with `jax.jit`
 
 Made by `python -m tools.jit_table --update` from the tests that show each row.
 
 `gshard.jit` takes every keyword of `jax.jit`, and the function that it returns is called,
 transformed, lowered and cached in the same way: JAX itself parses the arguments, traces the
-function and passes the buffers. [What a call costs](../results/dispatch.md) beside `jax.jit` is
+function and passes the buffers. [What a call costs](../results/dispatch.md) compared with `jax.jit` is
 measured, and so is what [other people's programs](libraries.md) send.
 """
 

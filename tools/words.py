@@ -28,6 +28,8 @@ PHRASES = {
     r"\bfor nothing\b": "free, or in vain",
     r"\bof all that there (is|are)\b": "of all",
     r"\bthose of them\b": "the ones",
+    r"\bbeside (XLA|`?jax\.jit|those of experts|others\b(?! that))": "compared with",
+    r"\bwhat (searches|binds)\b": "the noun: engine, limit",
     # A sentence begins with the thing itself, and calls it by its name.
     r"(?-i:\bOf (?!course))": "the noun first",
     r"(?-i:\bThose )": "the noun",

@@ -1,4 +1,4 @@
-"""`gshard compare`: XLA's program of a training step beside gshard's, and which is worth it."""
+"""`gshard compare`: XLA's program of a training step and gshard's, and which is worth it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""XLA's program of a step beside gshard's: what each sends, holds and takes, line by line, and why.
+"""XLA's program of a step and gshard's: what each sends, holds and costs, line by line, and why.
 
 XLA compiles both for virtual CPU devices; what differs on accelerators is counted as they run it
 (`runtime.hlo`). Times are forecasts for one hardware: gshard's of its program, XLA's of the same

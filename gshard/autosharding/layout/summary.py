@@ -97,7 +97,7 @@ def _line(group: Group, names: Mapping[str, str]) -> str:
 
 
 def explained(layout: Any) -> str:
-    """The summary, what was considered, why the runner-up lost, and what binds."""
+    """The summary, what was considered, why the runner-up lost, and the limits that bind."""
     lines = [summary(layout)]
     if layout.meshes:
         looked_at = ", ".join(" x ".join(map(str, mesh)) for mesh in layout.meshes)
@@ -111,7 +111,7 @@ def explained(layout: Any) -> str:
         lines += ["considered:", *_considered(layout), *_runner_up(layout)]
     if layout.lowered is not None:
         forecast = layout.lowered.forecast(layout.keywords["hardware"])
-        lines += ["what binds:", *_binding(layout, forecast)]
+        lines += ["limits:", *_binding(layout, forecast)]
     return "\n".join(lines)
 
 

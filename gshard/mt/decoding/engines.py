@@ -31,7 +31,7 @@ NUMBERS: tuple[Numbers, ...] = ("", "float32", "int8")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What searches: `auto` takes ONNX Runtime on one CPU if it is installed, and XLA elsewhere.
+    """The inference engine: `auto` is ONNX Runtime on one CPU if it is installed, XLA elsewhere.
 
     `numbers` are those of the weights, "" those that a run or release has: float32 is for ONNX
     Runtime alone. `threads` are its threads, 0 one for each processor.
