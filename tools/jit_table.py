@@ -26,8 +26,8 @@ Made by `python -m tools.jit_table --update` from the tests that show each row.
 
 `gshard.jit` takes every keyword of `jax.jit`, and the function that it returns is called,
 transformed, lowered and cached in the same way: JAX itself parses the arguments, traces the
-function and passes the buffers. [What a call costs](../results/dispatch.md) compared with `jax.jit` is
-measured, and so is what [other people's programs](libraries.md) send.
+function and passes the buffers. [What a call costs](../results/dispatch.md), and what
+[other people's programs](libraries.md) send, is measured.
 """
 
 _DIFFERS = {
