@@ -10,6 +10,7 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 from urllib.parse import urlencode
 
 import pytest
@@ -21,6 +22,7 @@ from gshard.mt.decoding.detect import Detector
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.errors import UserError
+from gshard.mt.serving import settings
 from gshard.mt.serving.documents import from_html, from_text
 from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import Service
@@ -188,7 +190,9 @@ def test_sentences_are_events(server, translator):
     )
 
 
-def test_keys_and_limits(service):
+def test_keys_and_limits(service, monkeypatch):
+    # No text is granted again while slow requests wait.
+    monkeypatch.setattr(settings, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     keys = (Key("few", "a key of few", 2), Key("many", "a key of many"))
     with serving(service, Settings(port=0, keys=keys)) as server:
         assert ask(server, "/translate", GOOD)[0] == 403
