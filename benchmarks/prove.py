@@ -153,9 +153,12 @@ def of_harness(names: list[str]) -> Iterator[Proof]:
 
 
 def of_scripts(names: list[str], part: tuple[int, int]) -> list[dict[str, Any]]:
-    """Every call of a function of `gshard.jit` in scripts is checked before it is made."""
+    """Every call of a function of `gshard.jit` in scripts is checked before it is made.
+
+    A part is that of the functions in a script's `CASES`, or else of the calls.
+    """
     found: list[dict[str, Any]] = []
-    right, calls = gshard.jit, [0]
+    right, calls, running = gshard.jit, [0], [""]
 
     def jit(fun: Any = None, /, **keywords: Any) -> Any:
         if fun is None:
@@ -167,8 +170,8 @@ def of_scripts(names: list[str], part: tuple[int, int]) -> list[dict[str, Any]]:
             if types not in known:
                 known.add(types)
                 calls[0] += 1
-                if calls[0] % part[1] == part[0]:
-                    name = f"{Path(sys.argv[0]).stem} {calls[0]}"
+                if running[0] or calls[0] % part[1] == part[0]:
+                    name = f"{Path(sys.argv[0]).stem} {running[0] or calls[0]}"
                     check = lambda: jitted.lower(*args, **kwargs).check(*args, **kwargs)  # noqa: E731
                     found.append(result(name, check))
                     print(json.dumps(found[-1]), flush=True)
@@ -183,8 +186,10 @@ def of_scripts(names: list[str], part: tuple[int, int]) -> list[dict[str, Any]]:
     for name in names:
         sys.argv = [name]
         sys.path.insert(0, str(Path(name).parent))
-        script = runpy.run_path(name, "script")
-        for case in script.get("CASES", {}).values():
+        script = runpy.run_path(name, run_name="script")
+        cases = list(script.get("CASES", {}).values())
+        for case in cases[part[0] :: part[1]]:
+            running[0] = case.__name__
             try:
                 case()
             except Exception as error:

@@ -44,6 +44,20 @@ def model(x, w, v):
 MODEL = (13, 6), (6, 20), (20, 5)
 
 
+def test_an_argument_that_a_loop_returns_as_it_is():
+    """Devices have it from the beginning, and the user's program when the loop has ended."""
+
+    def fn(x, ws):
+        def layer(x, w):
+            return jnp.tanh(x @ w), w
+
+        last, same = lax.scan(layer, gshard.split(x, 0, D), ws)
+        return last, same.sum()
+
+    report = gshard.check(fn, random_array((16, 4)), random_array((3, 4, 4), seed=1), devices=D)
+    assert report.exact, report
+
+
 @pytest.mark.slow
 def test_a_model():
     args = [random_array(shape, jnp.bfloat16, seed) for seed, shape in enumerate(MODEL)]

@@ -41,6 +41,11 @@ def main() -> None:
         action="store_true",
         help="see which ones gshard.prove refutes, from shapes alone, and whose line it names",
     )
+    parser.add_argument(
+        "--refute",
+        action="store_true",
+        help="see which ones gshard.check refutes in a call that one of their tests makes",
+    )
     parser.add_argument("--list", action="store_true", help="print the mutations and their results")
     parser.add_argument("--report", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     options = parser.parse_args()
@@ -74,14 +79,16 @@ def _run(options: argparse.Namespace, chosen: list[mutations.Mutation]) -> None:
         print(text, flush=True)
 
     folder, jobs = options.folder, options.jobs
+    own = folder / "refuted" if options.refute else folder
+    own.mkdir(exist_ok=True)
     warm.warm_up(ROOT)
     if options.record:
         (folder / "touched.jsonl").unlink(missing_ok=True)
     if options.again:
-        running.forget(folder, chosen)
+        running.forget(own, chosen)
 
     def left() -> list[mutations.Mutation]:
-        known = running.results(folder)
+        known = running.results(own)
         return [m for m in chosen if m.key not in known]
 
     try:
@@ -89,7 +96,8 @@ def _run(options: argparse.Namespace, chosen: list[mutations.Mutation]) -> None:
         if not options.tests:
             warm.apart(lambda: touched.record(ROOT, folder, jobs, say))
             recorded = touched.Recorded(folder)
-        runner = running.Runner(ROOT, folder, recorded, jobs, options.seconds, say, options.tests)
+        kind = naming.Refuting if options.refute else running.Runner
+        runner = kind(ROOT, own, recorded, jobs, options.seconds, say, options.tests)
         warm.apart(lambda: runner.in_place(left()))
         runner.imported(left())
         if options.confirm:
@@ -97,7 +105,7 @@ def _run(options: argparse.Namespace, chosen: list[mutations.Mutation]) -> None:
     except KeyboardInterrupt:
         say("interrupted; the next run goes on from here")
         os._exit(130)
-    say(report.summary(chosen, running.results(folder)))
+    say(report.summary(chosen, running.results(own)))
 
 
 if __name__ == "__main__":

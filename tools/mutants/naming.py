@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tools.mutants.mutations import KINDS, Mutation
+from tools.mutants.running import Runner
 from tools.mutants.swapping import functions_of, swaps
-from tools.mutants.warm import Children, Work
+from tools.mutants.warm import Children, Session, Work
 
 _SECONDS = 60.0  # processor time for a mutant
 _SHOWN = 2  # programs in which a mutant is refuted before the others are left out
@@ -76,6 +80,40 @@ def summary(mutations: Sequence[Mutation], known: dict[str, dict[str, Any]]) -> 
         *(f"  {kind}: {', '.join(names)}" for kind, names in by_kind.items() if names),
     ]
     return "\n".join(lines)
+
+
+class Refuting(Runner):
+    """Runs the recorded tests of a mutant until `gshard.check` refutes a call of one of them.
+
+    A result's `by` is the line of the first value that differs.
+    """
+
+    def _test(self, session: Session, mutation: Mutation, out: Path) -> None:
+        _check_every_call(out)
+        tests = list(session.items) if self._tests else self._names(mutation)
+        session.run(tests, out, until=time.process_time() + self._seconds, stop=False)
+
+
+def _check_every_call(out: Path) -> None:
+    import jax
+
+    from gshard.jit import Jitted
+
+    call = Jitted.__call__
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves = jax.tree.leaves((args, kwargs))
+        first = None
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            with contextlib.suppress(Exception):  # what cannot be lowered is noticed by the call
+                first = self.lower(*args, **kwargs).check(*args, **kwargs).first
+        if first is not None:
+            with out.open("a") as file:
+                print(json.dumps({"failed": first.source or first.operator}), file=file)
+            os._exit(0)
+        return call(self, *args, **kwargs)
+
+    Jitted.__call__ = checked  # type: ignore[method-assign]
 
 
 def results(folder: Path) -> dict[str, dict[str, Any]]:

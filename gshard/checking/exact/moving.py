@@ -316,7 +316,7 @@ def ranked(value: Value, axis: int) -> np.ndarray:
     # Numbers that are equal in the field are equal, whatever rounding did: they get one place.
     new = np.ones(f.shape, np.int64)
     after, before = (_along(axis, slice(*ends)) for ends in ((1, None), (None, -1)))
-    new[after] = (r[after] != r[before]) | np.isnan(f[after])
+    new[after] = r[after] != r[before]
     places = np.empty_like(new)
     np.put_along_axis(places, order, np.cumsum(new, axis), axis)
     return places

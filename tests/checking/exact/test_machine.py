@@ -61,6 +61,9 @@ SUMMED = {
     "while": lambda x, w: lax.while_loop(
         lambda c: c[1] < c[0][0, 0, 0], lambda c: (c[0], c[1] + 1), (x, -9.0)
     ),
+    "loops of a batch": lambda x, w: jax.vmap(
+        lambda row: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, row)
+    )(x[0]),
     "branches": lambda x, w: lax.cond(x[0, 0, 0] > 0, lambda: x * 2, lambda: x + 1),
 }
 CONVOLVED = {
@@ -95,6 +98,22 @@ def test_as_jax(case):
             if isinstance(got, Exact):
                 residues = got.r[d if len(got.r) > 1 else 0]
                 np.testing.assert_array_equal(residues, constant(right).r[0])
+
+
+def test_random_bits_without_a_compiler():
+    def fn(key, n):
+        first, second = jax.random.split(key)
+        keys = jax.random.split(jax.random.fold_in(first, n), 3)
+        bits = jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint8))(keys)
+        return bits, jax.random.key_data(keys), jax.random.uniform(second, (5,))
+
+    keys, numbers = jax.random.split(jax.random.key(3), D), np.arange(D, dtype=np.int32)
+    closed = jax.make_jaxpr(fn)(keys[0], numbers[0])
+    found = Lockstep({"a": D}, EXACT).finish(
+        closed, [np.asarray(jax.random.key_data(keys)), numbers]
+    )
+    for got, right in zip(found, jax.vmap(fn)(keys, numbers), strict=True):
+        np.testing.assert_array_equal(plain(got), np.asarray(right))
 
 
 def test_exponentials_of_differences_from_a_maximum():
