@@ -87,8 +87,7 @@ def evaluate(
 
     opened = Run.open(run)
     chosen = tuple(name for name in languages.replace(" ", "").split(",") if name)
-    search = (beam, alpha, checkpoint)
-    using = engine_of(engine, weights, threads)
+    using, search = engine_of(engine, weights, threads), (beam, alpha, checkpoint)
     config = work.EvaluateConfig(split, chosen, sentences, *search, untrained, examples)
     # Report misspelt names before the weights are read.
     held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
