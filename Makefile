@@ -47,7 +47,8 @@ test-matrix: $(VENV)/installed
 test-torch:
 	$(PYTHON) -m venv .venvs/torch
 	.venvs/torch/bin/python -m pip install --quiet --editable '.[dev,huggingface]'
-	.venvs/torch/bin/python -m pytest -n 2 -m "slow or not slow" tests/contrib
+	.venvs/torch/bin/python -m pytest -n 2 -m "slow or not slow" \
+	    tests/contrib tests/comparing/test_torch_step.py
 	.venvs/torch/bin/python -m benchmarks.torch_models llama
 
 lint: $(VENV)/installed
