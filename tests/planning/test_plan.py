@@ -95,20 +95,22 @@ def test_a_dump_has_a_file_for_every_stage(tmp_path):
         "02-compose_row_maps",
         "03-transpose_products",
         "04-propagate",
-        "05-align_windows",
-        "06-exchange_by_expert",
-        "07-ring_attention",
-        "08-plan",
-        "09-share",
-        "10-drop_unused",
-        "11-expand",
-        "12-combine",
-        "13-emit",
+        "05-batch_alike",
+        "06-unstack_rows",
+        "07-align_windows",
+        "08-exchange_by_expert",
+        "09-ring_attention",
+        "10-plan",
+        "11-share",
+        "12-drop_unused",
+        "13-expand",
+        "14-combine",
+        "15-emit",
     ]
     composed = paths[2].read_text()
     (line,) = [line for line in composed.split("\n") if "row_map[" in line]
     assert line.startswith(">")
-    assert "# not applied: there is no ragged product" in paths[6].read_text()
-    assert "halo[" in paths[8].read_text()
-    assert "collective-permute[" in paths[11].read_text()
-    assert "ppermute[" in paths[13].read_text()
+    assert "# not applied: there is no ragged product" in paths[8].read_text()
+    assert "halo[" in paths[10].read_text()
+    assert "collective-permute[" in paths[13].read_text()
+    assert "ppermute[" in paths[15].read_text()
