@@ -32,8 +32,7 @@ from gshard.capture.partners import advising, watched
 from gshard.capture.placement import DeviceOrder, device_order, layouts, mesh_of, with_shardings
 from gshard.capture.stage import USUAL
 from gshard.checking.smaller import with_sizes
-from gshard.forecast import Hardware
-from gshard.forecast.hardware import accelerator
+from gshard.forecast.hardware import Hardware, accelerator
 from gshard.forecast.hardware import hardware as hardware_of
 from gshard.reproducible import REPRODUCIBLE
 from gshard.runtime.options import (
@@ -257,23 +256,20 @@ class Jitted(Generic[P, R]):
             if refs := refs_of(traced):
                 return self._of_refs(traced).lower(*refs, *leaves)
             lowered = self._lower(traced, order, mesh, leaves, static)
-        if (
-            lowered not in self._own
-        ):  # a copy: what is kept for a program must not keep its function
+        if lowered not in self._own:  # a copy: what is kept must not keep the function
             given = structs(self._known, args), structs(self._known, kwargs)
             self._own[lowered] = copy.copy(lowered)
             self._own[lowered].resized = functools.partial(self._resized, *given)
         return self._own[lowered].named(names_of(leaves))
 
-    def _resized(
-        self, args: Any, kwargs: Any, sizes: dict[int, int], times: int
-    ) -> Lowered | jax.stages.Traced:
+    def _resized(self, args: Any, kwargs: Any, sizes: dict[int, int], times: int) -> Any:
         """The program for arguments of sizes that are so many times smaller; traced for 0 times."""
         args, kwargs = with_sizes((args, kwargs), sizes)
         how = self._keywords, replace(self.options, shrunk=max(times, 1)), self.__wrapped__
+        smaller: Jitted[..., Any] = Jitted(*how)
         if times:
-            return Jitted(*how).lower(*args, **kwargs)
-        return Jitted(*how)._trace(args, kwargs, jax.tree.leaves((args, kwargs)))[0]
+            return smaller.lower(*args, **kwargs)
+        return smaller._trace(args, kwargs, jax.tree.leaves((args, kwargs)))[0]
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
@@ -310,8 +306,7 @@ class Jitted(Generic[P, R]):
         how = lower_with_xla if self.options.partitioner == "xla" else lower
         hardware = self.options.hardware or accelerator(order.first)
         options = replace(self.options, hardware=hardware)
-        program = how(traced, given, order, mesh, settings, options)
-        lowered = Lowered(program, trees, hardware)
+        lowered = Lowered(how(traced, given, order, mesh, settings, options), trees, hardware)
         before.append((given, lowered))
         return lowered
 

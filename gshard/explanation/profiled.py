@@ -31,7 +31,7 @@ Work = tuple[str, bool]  # the operators of a line: its collectives, or the othe
 
 
 @dataclass(frozen=True)
-class Place:
+class HloPlace:
     """Where an instruction comes from: its line, its operator, and runs of it in a step."""
 
     line: str
@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Row:
+class TimedRow:
     """A line or a collective: seconds in a step, measured and forecast, and bytes sent."""
 
     name: str
@@ -58,8 +58,8 @@ class Profile:
     steps: int
     measured: float  # seconds of a step's operators
     forecast: float
-    lines: tuple[Row, ...]
-    collectives: tuple[Row, ...]
+    lines: tuple[TimedRow, ...]
+    collectives: tuple[TimedRow, ...]
     hardware: Hardware  # with efficiencies fitted to the measured times
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class Profile:
 
 
 def profile(
-    name: str, module: str, forecast: Forecast, places: Mapping[str, Place], trace: str | Path
+    name: str, module: str, forecast: Forecast, places: Mapping[str, HloPlace], trace: str | Path
 ) -> Profile:
     """A trace of the program `module` compared with its forecast; `places` by instruction."""
     taken = _by_device(Path(trace), module, places)
@@ -136,14 +136,14 @@ def profile(
     return Profile(name, forecast.devices, steps, *both, rows, _rows(sends, sent), fitted)
 
 
-def _kind(place: Place) -> str:
+def _kind(place: HloPlace) -> str:
     """The kind of a collective, as gshard calls it; "" for another operator."""
     kind = place.operator.removesuffix("-start").replace("-", "_")
     return kind if kind in KINDS else ""
 
 
 def _by_device(
-    trace: Path, module: str, places: Mapping[str, Place]
+    trace: Path, module: str, places: Mapping[str, HloPlace]
 ) -> dict[str, dict[str, list[float]]]:
     """The seconds of each run of each instruction, by device."""
     found: dict[str, dict[str, list[float]]] = {}
@@ -167,14 +167,16 @@ def _events(path: Path, module: str) -> Iterator[tuple[str, str, float]]:
                     yield device, str(stats["hlo_op"]), event.duration_ns / 1e9
 
 
-def _rows(measured: Mapping[str, float], values: Sequence[tuple[str, Timed]]) -> tuple[Row, ...]:
+def _rows(
+    measured: Mapping[str, float], values: Sequence[tuple[str, Timed]]
+) -> tuple[TimedRow, ...]:
     expected: dict[str, float] = defaultdict(float)
     sent: dict[str, int] = defaultdict(int)
     for name, t in values:
         expected[name] += t.alone_seconds * t.count
         sent[name] += t.sent * t.count
     names = dict.fromkeys([*measured, *expected])
-    rows = [Row(n, measured.get(n, 0.0), expected[n], sent[n]) for n in names]
+    rows = [TimedRow(n, measured.get(n, 0.0), expected[n], sent[n]) for n in names]
     return tuple(sorted(rows, key=lambda r: -max(r.measured, r.forecast)))
 
 

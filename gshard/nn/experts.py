@@ -213,17 +213,8 @@ class MoE(eqx.Module):
 
         # With a slot for every token in every expert, other ways would waste nearly all their work.
         if strategy.devices == 1 and (dropless or self.dispatch == "flat"):
-            if dropless:
-                used = None if drop_key is None else drop
-                run = functools.partial(self.experts.in_blocks, drop=used)
-                y_GSM = flat_dropless(run, routing, x_GSM, E)
-            else:
-                by_expert = self._experts_by(drop, drop_key)
-
-                def experts(x_ECM: Array) -> Array:
-                    return self._exchanged(by_expert(self._exchanged(x_ECM)))
-
-                y_GSM = flat_groups(experts, routing, x_GSM, E, C)
+            capacity = None if dropless else C
+            y_GSM = self._on_one_device(routing, x_GSM, capacity, drop, drop_key)
             return y_GSM.reshape(B, L, M), Routed(routing, metrics)
 
         if self.dispatch == "dropless":
@@ -243,6 +234,22 @@ class MoE(eqx.Module):
         y_GECM = self._group_first(x_EGCM, drop, drop_key)
         y_GECM = strategy.groups(self._exchanged(y_GECM, by_expert_second, strategy.groups))
         return combine(strategy, routing, y_GECM).reshape(B, L, M), Routed(routing, metrics)
+
+    def _on_one_device(
+        self, routing: Routing, x_GSM: Array, C: int | None, drop: Drop, drop_key: Array | None
+    ) -> Array:
+        """Tokens gathered from all groups: in slots, or in blocks where there is no capacity."""
+        E = self.gate.shape[1]
+        if C is None:
+            used = None if drop_key is None else drop
+            run = functools.partial(self.experts.in_blocks, drop=used)
+            return flat_dropless(run, routing, x_GSM, E)
+        by_expert = self._experts_by(drop, drop_key)
+
+        def experts(x_ECM: Array) -> Array:
+            return self._exchanged(by_expert(self._exchanged(x_ECM)))
+
+        return flat_groups(experts, routing, x_GSM, E, C)
 
     def _sorted(self, strategy: Strategy, routing: Routing, x_RM: Array, drop: Drop) -> Array:
         """Tokens to the devices of their experts and back, one choice after the other."""

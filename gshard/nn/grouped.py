@@ -182,92 +182,11 @@ def _launched(
     given: list[Array], result: tuple[int, ...], tiles: Tiles, *, relu: bool = False,
 ) -> Array:  # fmt: skip
     """The kernel: `count` tiles of so many rows. A fourth array that is given is a gate."""
-    dtype, half, gated = given[1].dtype, tiles.columns // 2, len(given) == 4
-    narrow = given[2].dtype != dtype  # weights of 8 bits are converted in shared memory
-    step = _DEPTH * (2 * rows + given[2].dtype.itemsize * tiles.columns)
-    others = 2 * tiles.columns * (rows + (_DEPTH if narrow else 0))
-    stages = min((_SHARED_BYTES - others) // step, 6)
-
-    def pipeline(tile: _ResultTile, body: Any, context: Any) -> Any:
-        sizes = ((rows, _DEPTH), (_DEPTH, tiles.columns))
-        blocks = [size[::-1] if t else size for size, t in zip(sizes, turned, strict=True)]
-        specs = [
-            plgpu.BlockSpec(block, at, transforms=_swizzled(block[1], x.dtype))
-            for block, at, x in zip(blocks, tile[3:5], given[1:3], strict=True)
-        ]
-        return plgpu.emit_pipeline_warp_specialized(
-            body, grid=(tile.steps,), in_specs=specs, memory_registers=40, wg_axis="group",
-            num_compute_wgs=2, max_concurrent_steps=stages, compute_context=context,
-        )  # fmt: skip
-
-    def compute(number: Any, refs: Any, buffers: Any, out: Any, wide: Any, loaded: Any) -> None:
-        tile, group = plan(number, refs), lax.axis_index("group")
-        mine = pl.ds(group * half, half)
-
-        def own(column: Any) -> Any:
-            return pl.ds(column + group * half, half)
-
-        def multiply(_: Any, left: Any, right: Any, sums: Any) -> Any:
-            left = _turned(left) if turned[0] else left
-            right = _turned(right.at[mine]) if turned[1] else right.at[:, mine]
-            if narrow:
-                wide[group] = right[...].astype(dtype)
-                plgpu.commit_smem()
-                right = wide.at[group]
-            plgpu.wgmma(sums, left, right)
-            plgpu.wgmma_wait(0)
-            return sums
-
-        def write(run: Any, sums: Any) -> None:
-            own_out = out.at[group]
-            if gated:  # fetched while the sums are computed
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.copy_gmem_to_smem(tile.there(refs[3], own), own_out, loaded.at[group])
-            run(sums)
-            found = sums[...]
-            if gated:
-                plgpu.barrier_wait(loaded.at[group])
-                found = jnp.where(own_out[...] > 0, found, 0.0)
-            else:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            own_out[...] = (jnp.maximum(found, 0.0) if relu else found).astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(own_out, tile.there(refs[-1], own))
-
-        def context(run: Any) -> None:
-            pl.run_scoped(
-                functools.partial(write, run), plgpu.WGMMAAccumulatorRef((rows, half), jnp.float32)
-            )
-
-        pipeline(tile, multiply, context)(tile.left, tile.right, allocations=buffers)
-
-    def kernel(*refs: Any) -> None:
-        def every(*scratch: Any) -> None:
-            @plgpu.nd_loop((count,), collective_axes="program")
-            def _(loop: Any) -> None:
-                compute(loop.index[0], refs, *scratch)
-
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        first = plan(jnp.int32(0), refs)
-        unused = pipeline(first, lambda *_: None, lambda *_: None)
-        shared = [
-            plgpu.SMEM((2, size, half), dtype, transforms=_swizzled(half, dtype))
-            for size in (rows, _DEPTH)
-        ]
-        pl.run_scoped(
-            every,
-            unused.get_allocations(first.left, first.right),
-            shared[0],
-            shared[1] if narrow else None,
-            plgpu.Barrier(num_barriers=2) if gated else None,
-            collective_axes="group",
-        )
-
+    kernel = _Kernel(plan, count, rows, turned, given, tiles.columns, relu)
     semantics = plgpu.LoweringSemantics.Warpgroup
     found: Array = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct(result, dtype),
+        kernel.run,
+        out_type=jax.ShapeDtypeStruct(result, kernel.dtype),
         grid=(tiles.programs,),
         grid_names=("program",),
         num_threads=3,
@@ -277,6 +196,105 @@ def _launched(
         compiler_params=plgpu.CompilerParams(lowering_semantics=semantics),
     )(*given)
     return found
+
+
+class _Kernel:
+    """One program of the kernel: tiles in turn, half the columns by each group of warps."""
+
+    def __init__(
+        self, plan: Callable[[Any, Any], _ResultTile], count: int, rows: int,
+        turned: tuple[bool, bool], given: list[Array], columns: int, relu: bool,
+    ):  # fmt: skip
+        self.plan, self.count, self.rows, self.turned = plan, count, rows, turned
+        self.columns, self.relu = columns, relu
+        self.dtype, self.half, self.gated = given[1].dtype, columns // 2, len(given) == 4
+        self.dtypes = [x.dtype for x in given[1:3]]
+        self.narrow = given[2].dtype != self.dtype  # weights of 8 bits are converted in place
+        step = _DEPTH * (2 * rows + given[2].dtype.itemsize * columns)
+        others = 2 * columns * (rows + (_DEPTH if self.narrow else 0))
+        self.stages = min((_SHARED_BYTES - others) // step, 6)
+
+    def pipeline(self, tile: _ResultTile, body: Any, context: Any) -> Any:
+        """The loop over the steps of a tile, whose operands are fetched ahead."""
+        sizes = ((self.rows, _DEPTH), (_DEPTH, self.columns))
+        blocks = [size[::-1] if t else size for size, t in zip(sizes, self.turned, strict=True)]
+        specs = [
+            plgpu.BlockSpec(block, at, transforms=_swizzled(block[1], dtype))
+            for block, at, dtype in zip(blocks, tile[3:5], self.dtypes, strict=True)
+        ]
+        return plgpu.emit_pipeline_warp_specialized(
+            body, grid=(tile.steps,), in_specs=specs, memory_registers=40, wg_axis="group",
+            num_compute_wgs=2, max_concurrent_steps=self.stages, compute_context=context,
+        )  # fmt: skip
+
+    def compute(
+        self, number: Any, refs: Any, buffers: Any, out: Any, wide: Any, loaded: Any
+    ) -> None:
+        """One tile of the result, written to where it belongs."""
+        tile, group, half = self.plan(number, refs), lax.axis_index("group"), self.half
+        mine = pl.ds(group * half, half)
+
+        def own(column: Any) -> Any:
+            return pl.ds(column + group * half, half)
+
+        def multiply(_: Any, left: Any, right: Any, sums: Any) -> Any:
+            left = _turned(left) if self.turned[0] else left
+            right = _turned(right.at[mine]) if self.turned[1] else right.at[:, mine]
+            if self.narrow:
+                wide[group] = right[...].astype(self.dtype)
+                plgpu.commit_smem()
+                right = wide.at[group]
+            plgpu.wgmma(sums, left, right)
+            plgpu.wgmma_wait(0)
+            return sums
+
+        def write(run: Any, sums: Any) -> None:
+            own_out = out.at[group]
+            if self.gated:  # fetched while the sums are computed
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.copy_gmem_to_smem(tile.there(refs[3], own), own_out, loaded.at[group])
+            run(sums)
+            found = sums[...]
+            if self.gated:
+                plgpu.barrier_wait(loaded.at[group])
+                found = jnp.where(own_out[...] > 0, found, 0.0)
+            else:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            own_out[...] = (jnp.maximum(found, 0.0) if self.relu else found).astype(self.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(own_out, tile.there(refs[-1], own))
+
+        def context(run: Any) -> None:
+            sums = plgpu.WGMMAAccumulatorRef((self.rows, half), jnp.float32)
+            pl.run_scoped(functools.partial(write, run), sums)
+
+        self.pipeline(tile, multiply, context)(tile.left, tile.right, allocations=buffers)
+
+    def run(self, *refs: Any) -> None:
+        """All tiles of this program, with what is shared between them."""
+
+        def every(*scratch: Any) -> None:
+            @plgpu.nd_loop((self.count,), collective_axes="program")
+            def _(loop: Any) -> None:
+                self.compute(loop.index[0], refs, *scratch)
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        first = self.plan(jnp.int32(0), refs)
+        unused = self.pipeline(first, lambda *_: None, lambda *_: None)
+        order = _swizzled(self.half, self.dtype)
+        shared = [
+            plgpu.SMEM((2, size, self.half), self.dtype, transforms=order)
+            for size in (self.rows, _DEPTH)
+        ]
+        pl.run_scoped(
+            every,
+            unused.get_allocations(first.left, first.right),
+            shared[0],
+            shared[1] if self.narrow else None,
+            plgpu.Barrier(num_barriers=2) if self.gated else None,
+            collective_axes="group",
+        )
 
 
 def _swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from gshard.tensors import padding
 from gshard.tensors.factors import Assignment, Factors
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Held, Tile, byte_size
+from gshard.tensors.tile import HeldRows, Tile, byte_size
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _gather(
     return [combine_disjoint(ctx.place, part, targets[0])]
 
 
-def _look_up(eqn: JaxprEqn, windows: IndexedWindows) -> tuple[jax.Array, Held]:
+def _look_up(eqn: JaxprEqn, windows: IndexedWindows) -> tuple[jax.Array, HeldRows]:
     """The elements of the windows in this tile, and zeros for the others; and which those are."""
     (starts, inside), sizes, roles = windows.starts, windows.sizes, windows.roles
     x = windows.with_margins
@@ -268,4 +268,4 @@ def _look_up(eqn: JaxprEqn, windows: IndexedWindows) -> tuple[jax.Array, Held]:
                 row += lax.broadcasted_iota(jnp.int32, out.shape, roles.windows.index(f"o{d}"))
             held &= (row >= 0) & (row < windows.operand.array.shape[d])
     mine = lax.broadcast_in_dim(held, out.shape, dims)
-    return lax.select(mine, out, padding.blank(out.shape, out.dtype)), Held(held, dims)
+    return lax.select(mine, out, padding.blank(out.shape, out.dtype)), HeldRows(held, dims)

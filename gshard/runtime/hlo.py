@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gshard.explanation.profiled import Place
+from gshard.explanation.profiled import HloPlace
 from gshard.forecast.collective import KINDS
 from gshard.graph.reason import Reason
 from gshard.graph.source import shown_line
@@ -115,11 +115,11 @@ class HloProgram:
             found += 2.0 * runs * inner * math.prod(product.shapes[0][1])
         return found
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, HloPlace]:
         """The line, operator and runs of each instruction, by its name."""
         lines = {i: self._line(i) for i in self._instructions}
         return {
-            i.name: Place(
+            i.name: HloPlace(
                 "unknown" if "<" in line else line, i.op, self._runs.get(i.computation, 1)
             )
             for i, line in lines.items()

@@ -26,7 +26,7 @@ class Value:
     made: Any = None
 
 
-class Held(NamedTuple):
+class HeldRows(NamedTuple):
     """Which rows of a lookup a device has; the others are zeros here. A mask over some dims."""
 
     mask: jax.Array
@@ -54,7 +54,7 @@ class Tile:
     sharding: Sharding
     shape: tuple[int, ...]
     origin: str = ""
-    held: Held | None = None
+    held: HeldRows | None = None
     value: Value | None = None
 
     def of(self, value: Value | None) -> Tile:

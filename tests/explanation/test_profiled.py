@@ -9,13 +9,13 @@ import pytest
 from jax.profiler import ProfileData
 
 import gshard
-from gshard.explanation.profiled import Place, profile
+from gshard.explanation.profiled import HloPlace, profile
 from gshard.forecast import hardware
 
 PLACES = {
-    "dot.1": Place("model.py:3", "dot", 1),
-    "all-reduce.2": Place("model.py:4", "all-reduce-start", 2),
-    "while.3": Place("model.py:4", "while", 1),
+    "dot.1": HloPlace("model.py:3", "dot", 1),
+    "all-reduce.2": HloPlace("model.py:4", "all-reduce-start", 2),
+    "while.3": HloPlace("model.py:4", "while", 1),
 }
 
 
@@ -110,7 +110,7 @@ def test_hardware_is_fitted_to_what_was_measured(tmp_path):
     real = forecast(32768, true)
     places, events = {}, []
     for n, t in enumerate(real.values):
-        places[f"op.{n}"] = Place(t.source, t.collective.replace("_", "-") or "dot", 1)
+        places[f"op.{n}"] = HloPlace(t.source, t.collective.replace("_", "-") or "dot", 1)
         events.append(event(f"op.{n}", round(t.alone_seconds * t.count * 1e6), 0))
     found = profile("f", "jit_f", forecast(32768, believed), places, trace(tmp_path, events))
     for rows in (8192, 65536):

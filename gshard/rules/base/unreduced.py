@@ -31,7 +31,7 @@ from gshard.rules.base.uses import NOTHING, linear_groups
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, decompose, shard_dims, shard_result
 from gshard.tensors.sharding import Sharding, Split, compatible
-from gshard.tensors.tile import Held, Tile
+from gshard.tensors.tile import HeldRows, Tile
 
 
 def can_stay(tile: Tile) -> bool:
@@ -103,7 +103,7 @@ def _locally(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factor
         return None
     wanted, here = found
     moved = [n for n, t in enumerate(tiles) if t.sharding.reduced is not wanted[n]]
-    rows = _Rows.of(eqn, tiles, factors)
+    rows = _MaskedRows.of(eqn, tiles, factors)
     if rows.are_mixed or (moved and _moved(tiles, wanted) > _saved(ctx, eqn, tiles)):
         return None
     reason = Reason("operand", eqn.primitive.name)
@@ -116,24 +116,24 @@ def _locally(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factor
     return Tile(rows.of_product(array), here, shape, origin, rows.after)
 
 
-class _Rows(NamedTuple):
+class _MaskedRows(NamedTuple):
     """The rows of a lookup in an operator, if its one unreduced operand is such.
 
     Rows of other devices are zeros here, whatever they are multiplied by: without a mask, zeros
     times infinity would be NaN. `dims` are those of the mask in every operand that has them all.
     """
 
-    held: Held | None = None
+    held: HeldRows | None = None
     is_product: bool = False
     dims: Mapping[int, list[int]] = NOTHING
-    after: Held | None = None
+    after: HeldRows | None = None
 
     @staticmethod
-    def of(eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factors) -> _Rows:
+    def of(eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factors) -> _MaskedRows:
         """The rows in the operands of an equation, and in its result if that has all their dims."""
         number, *others = [n for n, t in enumerate(tiles) if t.is_unreduced]
         if (held := tiles[number].held) is None or others:
-            return _Rows()
+            return _MaskedRows()
         names = [factors.operands[number][d] for d in held.dims]
         tensors = (*factors.operands, factors.results[0])
         dims = {
@@ -143,7 +143,9 @@ class _Rows(NamedTuple):
         }
         after = dims.pop(len(tiles), None)
         product = eqn.primitive in (p.mul_p, p.div_p, p.dot_general_p)
-        return _Rows(held, product, dims, None if after is None else Held(held.mask, tuple(after)))
+        return _MaskedRows(
+            held, product, dims, None if after is None else HeldRows(held.mask, tuple(after))
+        )
 
     @property
     def are_mixed(self) -> bool:
