@@ -145,8 +145,7 @@ def _search(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> 
             continue
         visited.add(here)
         for step in _steps(here, target, shape, itemsize):
-            # Groups that omit devices may take other collectives; else evening out costs little.
-            total = spent + (step.bytes if here.idle else step.moved) + STEP_COST * step.rounds
+            total = spent + step.bytes + STEP_COST * step.rounds
             if total < min(best.get(step.target, math.inf), best.get(target, math.inf)):
                 best[step.target] = total
                 estimate = total + _missing(step.target, target, shape) * itemsize

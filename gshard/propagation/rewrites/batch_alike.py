@@ -53,7 +53,7 @@ def batch_alike(
     graph, num_devices = Graph.of(jaxpr), next(iter(shardings.values())).num_devices
     price, done = None, set[JaxprEqn]()
     for last in _seeds(graph, least=num_devices // 2):
-        batch = _Alike(graph, {last[0]: last})
+        batch = _EqualParts(graph, {last[0]: last})
         if not batch.is_consistent or not done.isdisjoint(last):
             continue
         price = price or _Price(jaxpr, shardings, memory_limit)
@@ -113,7 +113,7 @@ def _seeds(graph: Graph, least: int) -> list[Lanes]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Alike:
+class _EqualParts:
     """Equal computations: the equations of all, by those of the first; so are all variables."""
 
     graph: Graph
@@ -203,26 +203,26 @@ class _Alike:
         needed = {*self.shared, *(v for own in self.inputs.values() for v in own)}
         return after.isdisjoint(needed)
 
-    def with_maker(self) -> _Alike | None:
+    def with_maker(self) -> _EqualParts | None:
         """With what makes an input: the last that is made, of those that are made alike."""
         makers = {self.graph.maker(var): own for var, own in self.inputs.items()}
         order = sorted(filter(None, makers), key=lambda eqn: -self.graph.numbers[eqn])
         return self._with(map(self.graph.maker, makers[eqn]) for eqn in order)
 
-    def with_user(self) -> _Alike | None:
+    def with_user(self) -> _EqualParts | None:
         """With what is computed from a result and from other values of theirs alone."""
         results = ([self.graph.users(v) for v in self.made[var]] for var in self.results)
         users = (own for lanes in results for own in zip(*lanes, strict=False))
         more = self._with(own for own in users if not _is_heavy(own[0]))
         return more if more and more.inputs.keys() == self.inputs.keys() else None
 
-    def _with(self, candidates: Iterable[Iterable[Any]]) -> _Alike | None:
+    def _with(self, candidates: Iterable[Iterable[Any]]) -> _EqualParts | None:
         """With the first of some equations that are alike, and no others' operands."""
         for own in map(tuple, candidates):
             kinds = set(map(_kind, own))
             if own[0] in self.eqns or None in kinds or len(kinds) > 1:
                 continue
-            more = _Alike(self.graph, {**self.eqns, own[0]: own})
+            more = _EqualParts(self.graph, {**self.eqns, own[0]: own})
             if len(set(own)) == len(own) and more.is_consistent:
                 return more
         return None
@@ -273,7 +273,7 @@ class _Price:
         self.estimator = Estimator(Flow(jaxpr, self.num_devices, memory_limit))
         self.operators = {o.edge.eqn: o for o in self.estimator.operators}
 
-    def best(self, batch: _Alike) -> tuple[_Alike, float]:
+    def best(self, batch: _EqualParts) -> tuple[_EqualParts, float]:
         """The batch with as much before it, and then after it, as saves most; and what it saves."""
         found, most = [batch], _GROWTH * _bytes([*batch.inputs, *batch.results])
         while (more := found[-1].with_maker()) and len(more.eqns) < _MOST:
@@ -286,7 +286,7 @@ class _Price:
             batch, gain = more, after
         return batch, gain
 
-    def gain(self, batch: _Alike, among: _Alike) -> float:
+    def gain(self, batch: _EqualParts, among: _EqualParts) -> float:
         """The cost of computations as they are, less that of stacks, of rows, and of results.
 
         What `among` the equations of a larger one remains as it is moves its operands by itself.
