@@ -58,7 +58,9 @@ def batch_alike(
             continue
         price = price or _Price(jaxpr, shardings, memory_limit)
         batch, gain = price.best(batch)
-        if gain > 0 and batch.is_chain and batch.is_independent and done.isdisjoint(batch.gone):
+        if gain <= 0 or not batch.inputs:  # or one computation, written several times
+            continue
+        if batch.is_chain and batch.is_independent and done.isdisjoint(batch.gone):
             done |= batch.gone
             jaxpr = jaxpr.replace(eqns=batch.applied(jaxpr, price.num_devices))
             remarks.append(

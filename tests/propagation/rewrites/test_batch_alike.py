@@ -56,3 +56,13 @@ def test_two_exchanges_in_the_place_of_a_sum_for_every_product(of):
     )  # fmt: skip
     assert kinds(low).keys() == {"all_to_all"}
     assert sent(low) == 2 * 2 * M * H * 4 * 7 // 8
+
+
+def test_one_computation_that_is_written_several_times_is_not_dealt_out():
+    """A spectral norm, for instance, that several losses of one step need."""
+
+    def fn(w):
+        w = gshard.split(w, 0, 8)
+        return [jnp.sin(unrolled(w)) * n for n in range(8)]
+
+    check(fn, random_array((M, H)), inputs=[even_split(2, 0, 8)], rtol=2e-3, atol=2e-3)
