@@ -302,8 +302,11 @@ class _Price:
         ]
         total = costs[0] - costs[1]
         for var in (*batch.inputs, *batch.results):
+            # A replicated operand is sliced on each device, and a replicated result is gathered.
             if not self.shardings[var].is_replicated:
                 total -= timed(sent_bytes("all_to_all", _bytes([var]) * rows, count))
+            elif var in batch.made:
+                total -= timed(sent_bytes("all_gather", _bytes([var]) * rows, count))
         for var in batch.shared:
             here, aval = self.shardings[var], var.aval
             everywhere = Sharding.replicated(here.rank, count)
