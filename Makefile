@@ -78,6 +78,7 @@ site: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --no-compile --upgrade pip  # an older one answers tools.matrix otherwise
 	$(RUN) -m pip install --quiet --no-compile --editable '.[dev]'
 	touch $@
 

@@ -30,6 +30,7 @@ DIFFERENT = {
     "--to": "a language to translate into, or the layout of a release",
     "--workers": "processes that serve, or that read ahead",
     "--on": "the hardware to fit on, or the system that serves",
+    "--steps": "to run and measure, to train, or batches to read",
     "--budget": "seconds for changes of annotations, or for the search of a layout",
 }
 

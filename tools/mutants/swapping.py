@@ -21,7 +21,8 @@ def functions_of(root: Path) -> Functions:
     """All functions of the package that exist now."""
     found: Functions = {}
     for each in gc.get_objects():
-        if isinstance(each, FunctionType) and each.__code__.co_filename.startswith(str(root)):
+        # By its type, since `isinstance` asks a weak proxy's object, which may be gone.
+        if type(each) is FunctionType and each.__code__.co_filename.startswith(str(root)):
             found.setdefault((each.__code__.co_filename, each.__code__.co_qualname), []).append(
                 each
             )
