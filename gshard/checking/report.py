@@ -171,11 +171,13 @@ class Report:
             more.append(f"sizes were reduced, with {plan}: {taken}")
         if self.near_ties:
             more.append(f"another point was drawn for {counted(self.near_ties, 'near tie')}")
+        named = [line for line in self.table if line.different or (self.ok and line.rounded)]
         rows = [
-            f"  {line.compared:6,} x  {line.operator:<22} {line.source}"
-            for line in self.table[:_SHOWN]
+            f"  {line.different or line.rounded:6,} x  {line.operator:<22} {line.source}"
+            for line in named[:_SHOWN]
         ]
-        return "\n".join([head, *more, "the operators with most differences:", *rows])
+        title = "within rounding:" if self.ok else "the operators with most differences:"
+        return "\n".join([head, *more, *([title, *rows] if rows else [])])
 
     __repr__ = __str__
 
