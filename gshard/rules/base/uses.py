@@ -154,8 +154,9 @@ def may_stay_unreduced(
             if saves or _is_less_later(eqn, atom, shardings):
                 read[atom] += eqn.invars.count(atom)
                 growth = _growth(eqn, atom) if shardings is not None else 1.0
-                later[atom] += found.get(out, 1.0) * growth / (2 if both else 1)
-                sizes[atom] += (sizes[out] if out in found else 1.0) * growth
+                gathered = _gathered(of, eqn, atom, shardings) if shardings is not None else 0.0
+                later[atom] += found.get(out, 1.0) * growth / (2 if both else 1) + gathered
+                sizes[atom] += (sizes[out] if out in found else 1.0) * growth + gathered
                 saved = later[atom] <= 1 if atom in alone else sizes[atom] < 0.5
                 if saved and read[atom] == of.uses(atom):
                     found[atom] = later[atom]
@@ -206,6 +207,18 @@ def _growth(eqn: JaxprEqn, atom: Any) -> float:
     """The bytes of the result to reduce for one of `atom`; those around it are others' or zeros."""
     growth = _size(eqn.outvars[0]) / max(_size(atom), 1)
     return min(growth, 1.0) if eqn.primitive in _AROUND else growth
+
+
+def _gathered(of: Uses, eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Sharding]) -> float:
+    """The bytes of other operands that an unreduced `atom` needs gathered, for one of its own.
+
+    A device of every sum needs them all, so that one with a tile on every device has to move.
+    """
+    (number,) = [n for n, a in enumerate(eqn.invars) if a is atom][:1]
+    jointly = {n for group in linear_groups(eqn) if number in group for n in group}
+    others = [a for n, a in enumerate(eqn.invars) if n not in jointly and _is_tensor(a)]
+    moved = [a for a in others if math.prod(shardings[a].tiles) == shardings[a].num_devices > 1]
+    return sum(_size(a) * of.narrow.get(a, 1.0) for a in moved) / max(_size(atom), 1)
 
 
 def _is_less_later(eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Sharding] | None) -> bool:

@@ -42,6 +42,28 @@ def test_a_sum_that_is_used_twice_does_not_wait():
     assert twice not in may_stay_unreduced(Uses(jaxpr))
 
 
+@pytest.mark.parametrize(("masked", "split", "share"), [
+    (np.bool_, False, 1 / 4),
+    (np.bool_, True, 1 / 2),
+    (np.float32, True, None),
+])  # fmt: skip
+def test_a_sum_that_waits_has_the_other_operands_gathered(masked, split, share):
+    """A mask with a part on every device has to move; one of floats is as much as the sum."""
+
+    def fn(x, w, mask):
+        y = x @ w
+        kept = lax.select(mask, y, jnp.zeros_like(y)) if masked is np.bool_ else y * mask
+        return kept.sum(0)
+
+    jaxpr = traced(fn, X, W, np.zeros((4, 3), masked))
+    made = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+    shardings = {v: Sharding.replicated(len(v.aval.shape), 4) for v in made}
+    if split:
+        shardings[jaxpr.invars[2]] = Sharding.of_assignment(even_split(2, 0, 4), 4)
+    (product,) = made_by(jaxpr, "dot_general")
+    assert may_stay_unreduced(Uses(jaxpr), {}, shardings).get(product) == share
+
+
 @pytest.mark.parametrize(("made", "kept", "waits"), [
     (jnp.float32, jnp.bfloat16, False),
     (jnp.bfloat16, jnp.float32, True),
