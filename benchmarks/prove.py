@@ -7,10 +7,10 @@
     python -m benchmarks.prove scripts A.py ...  # every call of gshard.jit that scripts make
     python -m benchmarks.prove paper             # the paper's MoE Transformer on 2048 devices
     python -m benchmarks.prove xla               # wrong values of XLA's partitioner
-    python -m benchmarks.prove costs             # beside the check by bounds of rounding
+    python -m benchmarks.prove costs             # and those of the check by bounds of rounding
 
-`--jobs 16` runs parts of a family of programs side by side. Seconds are of the processor, so that
-other programs do not count.
+`--jobs 16` takes so many processes. Each result is a line of the file `--out`, from which a run
+that was cut goes on. Seconds are of the processor, so that other programs do not count.
 """
 
 from __future__ import annotations
@@ -151,12 +151,12 @@ def of_harness(names: list[str]) -> Iterator[Proof]:
         yield name, run
 
 
-def of_scripts(names: list[str], part: tuple[int, int]) -> list[dict[str, Any]]:
+def of_scripts(names: list[str], kept: Kept) -> None:
     """Every call of a function of `gshard.jit` in scripts is checked before it is made.
 
     A part is that of the functions in a script's `CASES`, or else of the calls.
     """
-    found: list[dict[str, Any]] = []
+    part = kept.part
     right, calls, running = gshard.jit, [0], [""]
 
     def jit(fun: Any = None, /, **keywords: Any) -> Any:
@@ -171,9 +171,7 @@ def of_scripts(names: list[str], part: tuple[int, int]) -> list[dict[str, Any]]:
                 calls[0] += 1
                 if running[0] or calls[0] % part[1] == part[0]:
                     name = f"{Path(sys.argv[0]).stem} {running[0] or calls[0]}"
-                    check = lambda: jitted.lower(*args, **kwargs).check(*args, **kwargs)  # noqa: E731
-                    found.append(result(name, check))
-                    print(json.dumps(found[-1]), flush=True)
+                    kept.add(name, lambda: jitted.lower(*args, **kwargs).check(*args, **kwargs))
             return jitted(*args, **kwargs)
 
         for attribute in ("lower", "options"):
@@ -185,16 +183,19 @@ def of_scripts(names: list[str], part: tuple[int, int]) -> list[dict[str, Any]]:
     for name in names:
         sys.argv = [name]
         sys.path.insert(0, str(Path(name).parent))
-        script = runpy.run_path(name, run_name="script")
-        cases = list(script.get("CASES", {}).values())
+        try:
+            cases = list(runpy.run_path(name, run_name="script").get("CASES", {}).values())
+        except SystemExit:  # the script has run to its end
+            cases = []
         for case in cases[part[0] :: part[1]]:
             running[0] = case.__name__
+            if kept.is_done(f"{Path(name).stem} {case.__name__}"):
+                continue
             try:
                 case()
             except Exception as error:
                 print(f"{case.__name__}: {type(error).__name__} {error}", file=sys.stderr)
             jax.clear_caches()
-    return found
 
 
 def of_paper(names: list[str]) -> Iterator[Proof]:
@@ -250,17 +251,17 @@ def of_xla() -> bool:
     print("| program | XLA's partitioner | gshard's |\n|---|---|---|")
     right = True
     for name, fn, args, count in rows:
-        said = {}
+        outcomes = {}
         for partitioner in ("xla", "gshard"):
             how: dict[str, Any] = {"devices": jax.devices()[:count], "partitioner": partitioner}
             one = result(
                 name, lambda f=fn, a=args, h=how: gshard.check(lambda *xs: f(*xs), *a, **h)
             )
             what = "refuted" if one.get("first") else "equal"
-            said[partitioner] = "does not compile" if "error" in one else what
+            outcomes[partitioner] = "does not compile" if "error" in one else what
             if partitioner == "gshard" and (what == "refuted" or "error" in one):
                 right = False
-        print(f"| {name} | {said['xla']} | {said['gshard']} |", flush=True)
+        print(f"| {name} | {outcomes['xla']} | {outcomes['gshard']} |", flush=True)
     return right
 
 
@@ -297,13 +298,8 @@ def of_costs(names: list[str]) -> bool:
         cells = []
         for root in (old, ROOT):
             env = os.environ | {"PYTHONPATH": str(root)}
-            done = subprocess.run(
-                [sys.executable, "-c", _ONE, name],
-                cwd=root,
-                env=env,
-                capture_output=True,
-                text=True,
-            )
+            command = [sys.executable, "-c", _ONE, name]
+            done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
             words = [w for line in done.stdout.splitlines() for w in line.split()][-4:]
             if len(words) < 4 or words[0] != "found":
                 cells.append(f"ended with {done.returncode}")
@@ -326,37 +322,51 @@ OTHERS: dict[str, Callable[[list[str]], bool]] = {
 }
 
 
-def part_of(what: str, names: list[str], part: tuple[int, int]) -> list[dict[str, Any]]:
-    """The results of every so many-th program, as lines of JSON when they are there."""
+class Kept:
+    """The results of a part of the programs, each in a file as soon as it is there."""
+
+    def __init__(self, out: Path, part: tuple[int, int], seconds: float):
+        self.out, self.part = out, part
+        self._until = time.monotonic() + seconds
+        self._done = {each["name"] for each in kept_in(out)}
+
+    def add(self, name: str, run: Callable[[], gshard.Report]) -> None:
+        """Run a proof, if there is no result and time is left."""
+        if self.is_done(name):
+            return
+        found = result(name, run)
+        with self.out.open("a") as file:
+            print(json.dumps(found), file=file)
+        print(shown(found), flush=True)
+
+    def is_done(self, name: str) -> bool:
+        """Whether there is nothing more to do for a program."""
+        return name in self._done or time.monotonic() > self._until
+
+
+def kept_in(out: Path) -> list[dict[str, Any]]:
+    """The results in a file."""
+    lines = out.read_text().splitlines() if out.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def part_of(what: str, names: list[str], kept: Kept) -> None:
+    """Every so many-th program."""
     if what == "scripts":
-        return of_scripts(names, part)
-    found = []
+        return of_scripts(names, kept)
     for number, (name, run) in enumerate(FAMILIES[what](names)):
-        if number % part[1] == part[0]:
-            found.append(result(name, run))
-            print(json.dumps(found[-1]), flush=True)
-            if number // part[1] % 20 == 19:
+        if number % kept.part[1] == kept.part[0]:
+            kept.add(f"{number}: {name}", run)
+            if number // kept.part[1] % 20 == 19:
                 jax.clear_caches()
-    return found
+    return None
 
 
-def in_parts(what: str, names: list[str], jobs: int) -> list[dict[str, Any]]:
-    """The results of all programs, by so many processes."""
-    command = [sys.executable, "-m", "benchmarks.prove", what, *names]
-    running = [
-        subprocess.Popen([*command, "--part", f"{n}/{jobs}"], stdout=subprocess.PIPE, text=True)
-        for n in range(jobs)
-    ]
-    found = []
-    for process in running:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                found.append(json.loads(line))
-                print(shown(found[-1]), flush=True)
-        if process.wait():
-            found.append({"name": what, "error": f"a process ended with {process.returncode}"})
-    return found
+def in_parts(words: list[str], jobs: int) -> int:
+    """Run all programs by so many processes; how many of these failed."""
+    command = [sys.executable, "-m", "benchmarks.prove", *words]
+    running = [subprocess.Popen([*command, "--part", f"{n}/{jobs}"]) for n in range(jobs)]
+    return sum(process.wait() != 0 for process in running)
 
 
 def main() -> None:
@@ -364,19 +374,24 @@ def main() -> None:
     parser.add_argument("what", choices=[*FAMILIES, "scripts", *OTHERS])
     parser.add_argument("names", nargs="*", help="which ones, or how many")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--part", default="", help="i/n: every n-th program, as lines of JSON")
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which none is begun")
+    parser.add_argument("--out", type=Path, help="a file of results, a line of JSON each")
+    parser.add_argument("--part", default="", help="i/n: every n-th program, in this process")
     options = parser.parse_args()
     if options.what in OTHERS:
         sys.exit(0 if OTHERS[options.what](options.names) else 1)
+    out = options.out or ROOT / "build" / "prove" / f"{options.what}-{os.getpid()}.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
     if options.part:
         number, count = map(int, options.part.split("/"))
-        part_of(options.what, options.names, (number, count))
-        return
+        return part_of(options.what, options.names, Kept(out, (number, count), options.seconds))
     print("| program | is | values | proved | error below | s | GB, at most so far |")
-    print("|---|---|---:|---:|---:|---:|---:|")
-    found = in_parts(options.what, options.names, options.jobs)
-    print(summary(found))
-    sys.exit(1 if any(each.get("first") for each in found) else 0)
+    print("|---|---|---:|---:|---:|---:|---:|", flush=True)
+    limits = ["--seconds", str(options.seconds), "--out", str(out)]
+    failed = in_parts([options.what, *options.names, *limits], options.jobs)
+    found = kept_in(out)
+    print(summary(found), f"{failed} processes failed", sep="\n")
+    sys.exit(1 if failed or any(each.get("first") for each in found) else 0)
 
 
 if __name__ == "__main__":

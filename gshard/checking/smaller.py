@@ -51,8 +51,11 @@ def smaller_size(size: int, tiles: int, times: int) -> int:
     if tiles == 1:
         return min(size, rows + size % 2)
     full, rest = divmod(size, local)
-    short = min(rows - 1, -(-rest * rows // local))
-    return min(size, rows * full + short)
+    missing = rows - min(rows - 1, -(-rest * rows // local))
+    as_before = rows * full + rows - (local - rest)  # as many rows of padding, if that is possible
+    if rest and local - rest < rows and -(-as_before // tiles) == rows:
+        return min(size, as_before)
+    return min(size, rows * full + rows - missing)
 
 
 def reduced(

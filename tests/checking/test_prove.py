@@ -50,6 +50,9 @@ def test_smaller_sizes_keep_the_shape_of_their_tiles(size, tiles):
         return -(-n // local), n % local == 0
 
     assert shape(new) == shape(size) or new == size
+    padding, rows = -size % tiles, -(-new // tiles)
+    if shape(size)[0] == tiles and padding < rows:
+        assert -new % tiles == padding
 
 
 def test_sizes_that_the_function_depends_on_stay():

@@ -44,7 +44,8 @@ def main() -> None:
     parser.add_argument(
         "--refute",
         action="store_true",
-        help="see which ones gshard.check refutes in a call that one of their tests makes",
+        help="of those that --prove does not refute, see which ones gshard.check refutes in a call "
+        "that one of their tests makes",
     )
     parser.add_argument("--list", action="store_true", help="print the mutations and their results")
     parser.add_argument("--report", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
@@ -81,6 +82,9 @@ def _run(options: argparse.Namespace, chosen: list[mutations.Mutation]) -> None:
     folder, jobs = options.folder, options.jobs
     own = folder / "refuted" if options.refute else folder
     own.mkdir(exist_ok=True)
+    if options.refute:
+        proved = naming.results(folder)
+        chosen = [m for m in chosen if not proved.get(m.key, {}).get("shown") and not m.equivalent]
     warm.warm_up(ROOT)
     if options.record:
         (folder / "touched.jsonl").unlink(missing_ok=True)

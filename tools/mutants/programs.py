@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard import shard, split
+from gshard import replicate, shard, split
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,48 @@ def _written_at(x: Any, u: Any, i: Any) -> Any:
     return y + 1
 
 
+@_with(_array(32, 2), np.int32(11))
+def _rotated(x: Any, i: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    y = split(lax.dynamic_slice_in_dim(x, i, 20, 0), 0, 8)  # here
+    return y + 1
+
+
+@_with(_array(32, 2), np.int32(3))
+def _shifted(x: Any, i: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    y = split(lax.dynamic_slice_in_dim(x, i, 29, 0), 0, 8)  # here
+    return y + 1
+
+
+@_with(_array(32, 2), _array(28, 2), np.int32(3))
+def _rotated_in(x: Any, u: Any, i: Any) -> Any:
+    x, u = split(x * 2, 0, 8), split(u * 2, 0, 8)
+    y = split(lax.dynamic_update_slice_in_dim(x, u, i, 0), 0, 8)  # here
+    return y + 1
+
+
+@_with(_array(16, 3), np.int32(3))
+def _window_of_all(x: Any, i: Any) -> Any:
+    x = replicate(x * 2)
+    y = split(lax.dynamic_slice_in_dim(x, i, 13, 0), 0, 8)  # here
+    return y + 1
+
+
+@_with(_array(8 * 8192 - 5, dtype="int32"))
+def _sorted_with(x: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    y, z = lax.sort((x, split(jnp.arange(x.size), 0, 8)), num_keys=1)  # here
+    return split(y, 0, 8) + 1, split(z, 0, 8) + 1
+
+
+@_with(_array(8 * 4096 - 5, dtype="int32"))
+def _sorted_integers(x: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    y = split(lax.sort(x), 0, 8)  # here
+    return y + 1
+
+
 @_with(_array(101))
 def _sorted(x: Any) -> Any:
     x = split(x * 2, 0, 4)
@@ -304,27 +346,30 @@ _MOVED = (
     "_cut", "_thinned", "_row", "_padded", "_reversed", "_repeated", "_joined", "_rolled",
 )  # fmt: skip
 
-# The programs that execute what a file of rules says; other files may show in any.
+# The programs that execute what a file of rules says.
 ABOUT = {
     "axis_rows": _MOVED,
     "contraction": ("_in_a_ring", "_product"),
     "control": ("_in_a_loop", "_accumulated"),
     "cumulative": ("_scanned",),
-    "dynamic_slice": ("_window_at", "_window_beyond", "_written_at"),
+    "dynamic_slice": (
+        "_window_at", "_window_beyond", "_window_of_all", "_written_at", "_rotated", "_shifted",
+        "_rotated_in",
+    ),
     "indexing": ("_looked_up", "_added_at"),
     "layout": ("_mixed", "_counted"),
     "painting": _MOVED,
     "reduction": ("_sum", "_prod", "_max", "_min_of_integers", "_all", "_argmax"),
     "row_map": _MOVED,
     "scatter": ("_added_at",),
-    "sort": ("_sorted", "_best"),
+    "sort": ("_sorted", "_sorted_with", "_sorted_integers", "_best"),
     "window": ("_convolution", "_dilated"),
     "window_reduce": ("_pooled",),
-}
+}  # fmt: skip
 
 
 def about(file: str) -> list[Program]:
-    """The programs in which a mutant of a file may show."""
+    """All programs; those in which a mutant of a file should show come first."""
     stem = file.rpartition("/")[2].removesuffix(".py")
-    names = ABOUT.get(stem) if file.startswith("gshard/rules/") else None
-    return [program for program in PROGRAMS if names is None or program.name in names]
+    names = ABOUT.get(stem, ()) if file.startswith("gshard/rules/") else ()
+    return sorted(PROGRAMS, key=lambda program: program.name not in names)
