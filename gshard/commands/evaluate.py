@@ -237,8 +237,8 @@ def _table(title: str, columns: list[str], result: Mapping[str, Any], compared: 
     columns += [title for key, title in zip(_SCORES, titles, strict=True) if _has(result, key)]
     columns += ["baseline", "delta"] if compared else []
     for column in columns:
-        justify = "left" if column in ("", "task", "group") else "right"
-        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        is_name = column in ("", "task", "group")
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=True)
     return table
 
 

@@ -45,7 +45,7 @@ def serve(
     keys: _Keys = None,
     is_open: Annotated[bool, typer.Option("--open", help="ask for no key")] = False,
     req_limit: Annotated[
-        int, typer.Option(help="texts a minute for all clients without a key; 0 is no limit")
+        int, typer.Option(help="texts per minute for all clients without a key; 0 is no limit")
     ] = 0,
     char_limit: Annotated[int, typer.Option(help="characters in one request, at most")] = 5_000,
     batch_limit: Annotated[int, typer.Option(help="texts in one request, at most")] = 100,

@@ -144,6 +144,7 @@ def _check_every_call(out: Path) -> None:
             os._exit(0)
         return call(self, *args, **kwargs)
 
+    # A mutant's own process, which ends with its tests: nothing has to be put back.
     Jitted.__call__ = checked  # type: ignore[method-assign]
 
 

@@ -15,14 +15,8 @@ from gshard.mt.data.splits import SPLITS
 def language_table(corpus: Corpus, most: int = 0) -> Table:
     """Pairs by language and split, the largest language first; `most` rows, or all."""
     table = Table(title=f"{len(corpus.languages)} languages with English")
-    for name, justify in (
-        ("rank", "right"),
-        ("language", "left"),
-        *((split, "right") for split in SPLITS),
-        ("English words", "right"),
-        ("4 words or more", "right"),
-    ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("rank", "language", *SPLITS, "English words", "4 words or more"):
+        table.add_column(name, justify="left" if name == "language" else "right")
     shown = corpus.languages[: most or None]
     for rank, language in enumerate(shown, 1):
         train = corpus.manifest["languages"][language]["train"]

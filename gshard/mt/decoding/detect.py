@@ -10,6 +10,8 @@ table of numbers, [languages, buckets].
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -72,10 +74,27 @@ class Detector:
         scores_L = self._table_LB[:, seen] @ counts[seen].astype(np.float32)
         # N-grams that overlap are no independent witnesses: each character counts once.
         weights_L = np.exp((scores_L - scores_L.max()) / len(_LENGTHS))
-        shares_L = weights_L / weights_L.sum()
+        shares_L = weights_L / weights_L.sum() * self._fit(scores_L, counts.sum())
         best = np.argsort(-shares_L, kind="stable")[:most]
         found = [Detected(self.languages[n], round(100 * float(shares_L[n]), 1)) for n in best]
         return [each for n, each in enumerate(found) if n == 0 or each.confidence >= 1.0]
+
+    @functools.cached_property
+    def _moments(self) -> tuple[np.ndarray, np.ndarray]:
+        """The entropy of an n-gram of each language, and the deviation of its log-probability."""
+        p_LB = np.exp(self._table_LB)
+        mean_L = (p_LB * self._table_LB).sum(1)
+        return -mean_L, np.sqrt((p_LB * self._table_LB**2).sum(1) - mean_L**2)
+
+    def _fit(self, scores_L: np.ndarray, count: float) -> np.ndarray:
+        """How typical of each language a text of `count` n-grams is: near 0 for other languages.
+
+        A text's mean log-probability is near minus the language's entropy. One standard error
+        below it is still typical; further down it is twice the normal distribution's tail.
+        """
+        entropy_L, deviation_L = self._moments
+        z_L = (scores_L / count + entropy_L) / deviation_L * np.sqrt(count / len(_LENGTHS))
+        return np.array([min(1.0, math.erfc(-(z + 1.0) / math.sqrt(2))) for z in z_L])
 
     def save(self, path: Path) -> None:
         """Write the table and the names of its rows."""

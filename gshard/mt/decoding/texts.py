@@ -258,7 +258,7 @@ def choose_target(tokenizer: Tokenizer, source: str = "", target: str = "") -> s
     sources = sorted({task.source for task in tokenizer.tasks})
     targets = sorted({task.target for task in tokenizer.tasks})
     if source and source not in (*sources, *targets):
-        raise UserError(_unknown(source, "translated from", sources))
+        raise UserError(_unknown(source, "from", sources))
     if not source and tokenizer.needs_source:
         raise UserError(
             "this model has to know the language of the text (--from, or `source`), which is one "
@@ -272,16 +272,17 @@ def choose_target(tokenizer: Tokenizer, source: str = "", target: str = "") -> s
             )
         target = target or targets[0]
     if target not in targets:
-        raise UserError(_unknown(target, "translated into", targets))
+        raise UserError(_unknown(target, "into", targets))
     if source == target:
         raise UserError(f"the text is in {source!r} and is to be translated into {target!r}")
     return target
 
 
-def _unknown(language: str, what: str, known: Sequence[str]) -> str:
+def _unknown(language: str, way: str, known: Sequence[str]) -> str:
+    near = nearest(language, known) if len(known) > 1 else ""
     return (
-        f"this model has not learned {language!r}{nearest(language, known)}; "
-        f"what can be {what}: {', '.join(known)}"
+        f"this model does not translate {way} {language!r}{near}; "
+        f"it translates {way} {', '.join(known)}"
     )
 
 

@@ -10,9 +10,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
+import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import babel
@@ -31,6 +35,9 @@ from gshard.mt.serving.settings import ApiKeys, Key, Settings
 
 _AUTO = "auto"
 _EVENTS = "text/event-stream"
+_KEPT = 3600.0  # seconds that a translated file can be fetched,
+_MOST_FILES = 1000  # unless so many are newer
+_FILE = re.compile(r"[A-Za-z0-9_-]{22}\.[a-z]+")
 _BEAT = 15.0  # seconds after which a stream says that it is alive: proxies end silent ones
 
 
@@ -75,14 +82,22 @@ class Api:
     """The routes of one service."""
 
     def __init__(
-        self, service: Service, settings: Settings, keys: ApiKeys, detector: Detector | None = None
+        self,
+        service: Service,
+        settings: Settings,
+        keys: ApiKeys,
+        files: Path,
+        detector: Detector | None = None,
     ):
         self._service, self._settings, self._keys = service, settings, keys
-        self._detector = detector
+        self._files, self._detector = files, detector
+        self._made: list[tuple[float, Path]] = []  # files, the oldest first
         self.metrics = Metrics(service)
         self.routes = [
             Route("/translate", self._translate, methods=["POST"]),
             Route("/translate/stream", self._stream, methods=["GET"]),
+            Route("/translate_file", self._translate_file, methods=["POST"]),
+            Route("/download_file/{name}", self._download, name="download"),
             Route("/languages", self._languages),
             Route("/detect", self._detect, methods=["POST"]),
             Route("/frontend/settings", self._frontend),
@@ -103,6 +118,36 @@ class Api:
         given = requests.read(requests.STREAM, dict(request.query_params))
         return self._events(await self._asked(request, given))
 
+    async def _translate_file(self, request: Request) -> Response:
+        sent = await requests.read_object(request, 16 * self._settings.characters)
+        given = requests.read(requests.FILE, sent)
+        suffix, text = given.pop("file")
+        kind = documents.FILES[suffix]
+        asked = await self._asked(request, {**given, "q": text, "format": kind, "alternatives": 0})
+        found = await requests.answered(request, self._submit(asked))
+        name = f"{secrets.token_urlsafe(16)}{suffix}"
+        await asyncio.to_thread(self._keep, name, asked.answer(found)["translatedText"])
+        return JSONResponse({"translatedFileUrl": str(request.url_for("download", name=name))})
+
+    def _keep(self, name: str, text: str) -> None:
+        """Write a translated file, and remove those whose time is over."""
+        now, path = time.monotonic(), self._files / name
+        self._files.mkdir(mode=0o700, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        self._made.append((now, path))
+        while self._made[0][0] < now - _KEPT or len(self._made) > _MOST_FILES:
+            self._made.pop(0)[1].unlink(missing_ok=True)
+
+    async def _download(self, request: Request) -> Response:
+        """Whoever knows the random name may have the file."""
+        path = self._files / (name := request.path_params["name"])
+        if not _FILE.fullmatch(name) or not path.is_file():
+            raise RefusedError(
+                404, "there is no such file, or not any more: it is kept for an hour"
+            )
+        headers = {"Content-Disposition": f'attachment; filename="translated{path.suffix}"'}
+        return Response(path.read_bytes(), headers=headers, media_type="text/plain; charset=utf-8")
+
     async def _asked(self, request: Request, given: dict[str, Any]) -> Asked:
         texts = given["q"] if isinstance(given["q"], list) else [given["q"]]
         characters = sum(map(len, texts))
@@ -119,7 +164,7 @@ class Api:
 
     def _prepared(self, given: dict[str, Any], texts: list[str], target: str) -> Asked:
         """Cut the texts, which takes a moment if they are long."""
-        read = documents.from_html if given["format"] == "html" else documents.from_text
+        read = documents.READERS[given["format"]]
         translator = self._service.translator
         cut = [read(text, translator.sentences) for text in texts]
         asked = Asked(
@@ -170,12 +215,13 @@ class Api:
         if key is None:
             raise RefusedError(
                 403,
-                "this server has no such api_key" if given else "this server asks for an api_key",
+                f"{'this server has no such api_key' if given else '`api_key` is missing'}: "
+                f"{self._keys.hint}",
             )
         if seconds := self._keys.wait(key, texts):
             raise RefusedError(
                 429,
-                f"{key.per_minute:,} texts a minute are allowed; try again in {seconds} s",
+                f"{key.per_minute:,} texts per minute are allowed; try again in {seconds} s",
                 retry_after=seconds,
             )
         return key
@@ -253,7 +299,7 @@ class Api:
             {
                 "apiKeys": not self._keys.is_open,
                 "charLimit": self._settings.characters,
-                "filesTranslation": False,
+                "filesTranslation": True,
                 "frontendTimeout": 500,
                 "keyRequired": not self._keys.is_open,
                 "language": {
@@ -261,7 +307,7 @@ class Api:
                     "target": {"code": target, "name": language_name(target)},
                 },
                 "suggestions": False,
-                "supportedFilesFormat": [],
+                "supportedFilesFormat": list(documents.FILES),
             }
         )
 

@@ -1,4 +1,4 @@
-"""Documents of text or HTML as sentences to translate, and put together again.
+"""Documents of text, HTML or subtitles as sentences to translate, and put together again.
 
 A document is cut into parts. Some are translated; the others (whitespace, lines without a letter or
 digit, tags, comments, scripts) come out exactly as they went in. In HTML each run of text between
@@ -38,6 +38,7 @@ _MARKUP = re.compile(
     rf"(?P<attributes>(?>[\t\n\f\r /]++|{_ATTRIBUTE})*+)>?",
     re.DOTALL,
 )
+_CUES = re.compile(r"(^[ \t]*[0-9]+[ \t]*$|^.*-->.*$)", re.MULTILINE)  # a number, its times
 _HUGE = re.compile(r"&#[0-9]{1000,};?")  # more digits than `html` takes: no character
 
 
@@ -91,6 +92,18 @@ def from_html(source: str, cut: Cut) -> Document:
         last = end
     parts.append(Part(source[last:]))
     return Document([part for part in parts if part.text or part.gap], is_html=True)
+
+
+def from_subtitles(source: str, cut: Cut) -> Document:
+    """Subtitles as .srt files have them: numbers and times of cues are kept."""
+    parts: list[Part] = []
+    for n, piece in enumerate(_CUES.split(source)):
+        parts += [Part(piece)] if n % 2 else from_text(piece, cut).parts
+    return Document(parts)
+
+
+READERS = {"text": from_text, "html": from_html, "subtitles": from_subtitles}
+FILES = {".htm": "html", ".html": "html", ".srt": "subtitles", ".txt": "text"}  # by suffix
 
 
 def _kept(part: Part, target: str) -> str:

@@ -38,10 +38,14 @@ class Replica:
     """One process with a copy of the model; Ray Serve makes it from its arguments."""
 
     def __init__(self, served: Served, settings: Settings, token: str):
+        self._access = Access.of(settings, token)
         self._service, detector = served.open()
         while self._service.health["status"] != "ready":
             time.sleep(_LOOK)
-        self._app = application(self._service, settings, Access.of(settings, token), detector)
+        self._app = application(self._service, settings, self._access, detector)
+
+    def __del__(self) -> None:  # Ray Serve calls it when a replica ends
+        self._access.close()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The same application as without Ray."""

@@ -1,7 +1,7 @@
-"""LibreTranslate's requests: bodies within limits of size and time, their fields, and OpenAPI.
+"""LibreTranslate's requests: bodies within limits of size and time, and their fields.
 
-One table of fields is for reading them, for errors about them, and for OpenAPI's document and page.
-Clients may leave while they wait.
+One table of fields is for reading them, for errors about them, and for OpenAPI's document and page
+(`openapi.py`). Clients may leave while they wait.
 """
 
 from __future__ import annotations
@@ -11,25 +11,33 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any, TypeVar
+from pathlib import PurePath
+from typing import Any, NamedTuple, TypeVar
 
-import jinja2
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-import gshard
 from gshard.mt.decoding.texts import well_formed
 from gshard.mt.errors import nearest
+from gshard.mt.serving.documents import FILES
 from gshard.mt.serving.service import RefusedError
 
 T = TypeVar("T")
 _READING = 20.0  # seconds that a request may take to arrive
 _JSON = "application/json"
-_FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
+_MULTIPART = "multipart/form-data"
+_FORMS = ("application/x-www-form-urlencoded", _MULTIPART)
 _PARTS = 1_000  # of a form
+
+
+class File(NamedTuple):
+    """A file of a form: how its name ends, and its bytes."""
+
+    suffix: str
+    data: bytes
 
 
 async def answered(request: Request, answer: Future[T]) -> T:
@@ -65,7 +73,7 @@ async def read_json(request: Request, most: int) -> Any:
 
 
 async def read_object(request: Request, most: int) -> dict[str, Any]:
-    """The fields that were sent, as JSON or as a form; a field that comes twice is a list."""
+    """The fields that were sent, as JSON or as a form; a text that comes twice is a list."""
     kind = kind_of(request)
     if kind in _FORMS:
         return await _form(request, await _body(request, most))
@@ -102,16 +110,19 @@ async def _form(request: Request, body: bytes) -> dict[str, Any]:
     async def receive() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}
 
+    found: dict[str, Any] = {}
     try:
-        form = await Request(request.scope, receive).form(max_files=0, max_fields=_PARTS)
+        reading = Request(request.scope, receive).form(max_files=1, max_fields=_PARTS)
+        async with reading as form:
+            for name, value in form.multi_items():
+                if isinstance(value, UploadFile):
+                    suffix = PurePath(value.filename or "").suffix.lower()
+                    found[name] = File(suffix, await value.read())
+                else:
+                    found[name] = value if name not in found else [*_listed(found[name]), value]
     except (HTTPException, MultiPartException, ValueError) as error:
         detail = getattr(error, "detail", None) or getattr(error, "message", None) or error
         raise RefusedError(400, f"the request is no form: {detail}") from None
-    found: dict[str, Any] = {}
-    for name, value in form.multi_items():
-        if not isinstance(value, str):
-            raise RefusedError(400, f"`{name[:40]}` is a file; only text is taken")
-        found[name] = value if name not in found else [*_listed(found[name]), value]
     return found
 
 
@@ -124,15 +135,17 @@ class Field:
     """One field: its type in JSON Schema, what it means, and the values that it may have."""
 
     name: str
-    kind: str  # string, integer, or texts: a string or a list of strings
+    kind: str  # string, integer, file, or texts: a string or a list of strings
     text: str
     default: Any = None  # without one, the field is required
-    values: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()  # of a file: suffixes of its name
 
     @property
     def schema(self) -> dict[str, Any]:
         """As OpenAPI has it."""
         string = {"type": "string"}
+        if self.kind == "file":
+            return {**string, "format": "binary", "description": self.text}
         if self.kind == "texts":
             return {
                 "oneOf": [string, {"type": "array", "items": string}],
@@ -150,6 +163,11 @@ class Field:
 
         Halves of surrogate pairs, which JSON can spell, are replaced: no answer could have them.
         """
+        if (self.kind == "file") != isinstance(given, File):
+            what = f"a file of {_MULTIPART}" if self.kind == "file" else "text and no file"
+            raise RefusedError(400, f"`{self.name}` is {what}")
+        if isinstance(given, File):
+            return self._file(given)
         if self.kind == "texts":
             if isinstance(given, list) and all(isinstance(text, str) for text in given):
                 return [well_formed(text) for text in given]
@@ -167,6 +185,16 @@ class Field:
                 f"{', '.join(self.values)}",
             )
         return well_formed(given)
+
+    def _file(self, given: File) -> tuple[str, str]:
+        """The suffix and the text of a file."""
+        if given.suffix not in self.values:
+            what = f"the file's name ends with {given.suffix[:20]!r}"
+            raise RefusedError(400, f"{what}; allowed are {', '.join(self.values)}")
+        try:
+            return given.suffix, given.data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise RefusedError(400, f"the file is no UTF-8: {error}") from None
 
     def _integer(self, given: Any) -> int:
         """Forms have digits."""
@@ -188,6 +216,11 @@ TRANSLATE = (
     API_KEY,
 )
 STREAM = (Q_ONE, *TRANSLATE[1:])
+FILE = (
+    Field("file", "file", f"UTF-8; {', '.join(FILES)}", None, tuple(FILES)),
+    *TRANSLATE[1:3],
+    API_KEY,
+)
 DETECT = (Q_ONE, API_KEY)
 LANGUAGES = (API_KEY,)
 
@@ -213,120 +246,3 @@ def read(fields: tuple[Field, ...], given: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[field.name] = field.default
     return found
-
-
-_ERROR = {"$ref": "#/components/schemas/Error"}
-_STRING = {"type": "string"}
-_MANY = {"type": "array", "items": _STRING}
-
-
-def document(title: str) -> dict[str, Any]:
-    """OpenAPI 3.1."""
-    translation = {"$ref": "#/components/schemas/Translation"}
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": f"{title}: translation by gshard",
-            "version": gshard.__version__,
-            "description": "LibreTranslate's routes, and server-sent events.",
-        },
-        "paths": {
-            "/translate": {"post": _post("Translate text or HTML", TRANSLATE, translation)},
-            "/translate/stream": {
-                "get": {
-                    **_get("Translate; each sentence is an event when it is done", _STRING, STREAM),
-                    "responses": {
-                        "200": {
-                            "description": "Events: sentence, then done or error",
-                            "content": {"text/event-stream": {"schema": _STRING}},
-                        },
-                        "default": _failure(),
-                    },
-                }
-            },
-            "/languages": {"get": _get("All languages", {"type": "array"}, LANGUAGES)},
-            "/detect": {"post": _post("The language of a text", DETECT, {"type": "array"})},
-            "/frontend/settings": {"get": _get("Limits and defaults", {"type": "object"})},
-            "/health": {"get": _get("What the server does", {"type": "object"})},
-            "/ready": {"get": _get("200 if it is ready, 503 if not", {"type": "object"})},
-            "/metrics": {"get": _get("Prometheus' metrics", _STRING, (), "text/plain")},
-        },
-        "components": {"schemas": _schemas()},
-    }
-
-
-def page(title: str) -> str:
-    """The same for people: one file without anything from outside."""
-    source = resources.files("gshard.mt.serving").joinpath("docs.html").read_text("utf-8")
-    template = jinja2.Environment(autoescape=True).from_string(source)
-    return template.render(document=document(title))
-
-
-def _schemas() -> dict[str, Any]:
-    detected = {
-        "type": "object",
-        "properties": {"language": _STRING, "confidence": {"type": "number"}},
-    }
-    return {
-        "Error": {
-            "type": "object",
-            "properties": {"error": _STRING},
-            "required": ["error"],
-        },
-        "Translation": {
-            "type": "object",
-            "description": "For a list of texts, every value is a list.",
-            "properties": {
-                "translatedText": {"oneOf": [_STRING, _MANY]},
-                "alternatives": {"type": "array"},
-                "detectedLanguage": {"oneOf": [detected, {"type": "array", "items": detected}]},
-            },
-            "required": ["translatedText"],
-        },
-    }
-
-
-def _post(summary: str, fields: tuple[Field, ...], answer: dict[str, Any]) -> dict[str, Any]:
-    schema = {
-        "type": "object",
-        "properties": {field.name: field.schema for field in fields},
-        "required": [field.name for field in fields if field.default is None],
-        "additionalProperties": False,
-    }
-    kinds = ("application/json", "application/x-www-form-urlencoded", "multipart/form-data")
-    return {
-        "summary": summary,
-        "requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in kinds}},
-        "responses": {"200": _success(answer), "default": _failure()},
-    }
-
-
-def _get(
-    summary: str,
-    answer: dict[str, Any],
-    fields: tuple[Field, ...] = (),
-    kind: str = "application/json",
-) -> dict[str, Any]:
-    parameters = [
-        {
-            "name": field.name, "in": "query", "required": field.default is None,
-            "schema": field.schema,
-        }
-        for field in fields
-    ]  # fmt: skip
-    return {
-        "summary": summary,
-        "parameters": parameters,
-        "responses": {"200": _success(answer, kind), "default": _failure()},
-    }
-
-
-def _success(schema: dict[str, Any], kind: str = "application/json") -> dict[str, Any]:
-    return {"description": "The answer", "content": {kind: {"schema": schema}}}
-
-
-def _failure() -> dict[str, Any]:
-    return {
-        "description": "What is wrong, and what is allowed",
-        "content": {"application/json": {"schema": _ERROR}},
-    }

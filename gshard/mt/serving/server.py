@@ -21,10 +21,13 @@ import itertools
 import re
 import resource
 import secrets
+import shutil
 import socket
+import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -41,12 +44,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gshard.mt.decoding.detect import Detector
 from gshard.mt.errors import UserError
-from gshard.mt.serving import requests
+from gshard.mt.serving import openapi
 from gshard.mt.serving.api import Api
 from gshard.mt.serving.observing import Observed, start_logs
 from gshard.mt.serving.requests import answered, read_json
 from gshard.mt.serving.service import LONGEST, SECONDS, RefusedError, Service, log
-from gshard.mt.serving.settings import LOCAL, ApiKeys, Key, Settings, is_local
+from gshard.mt.serving.settings import LOCAL, TOKEN, ApiKeys, Key, Settings, is_local
 
 IDLE = 10.0  # seconds from a connection's begin, or its last answer, to its next request's head
 _MOST = 1000
@@ -70,6 +73,7 @@ class Connection(H11Protocol):
         """Whether the server waits for the client, and not the client for an answer."""
         return self.cycle is None or self.cycle.response_complete or self.flow.write_paused
 
+    # asyncio's base class has any transport; Uvicorn's own override has TCP's, as here.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin."""
         super().connection_made(transport)
@@ -156,7 +160,10 @@ class Server:
 
     def run(self) -> None:
         """Answer until `stop` or a signal; requests that are being answered are finished."""
-        self._server.run(sockets=[self.socket])
+        try:
+            self._server.run(sockets=[self.socket])
+        finally:
+            self.access.close()
 
     def stop(self) -> None:
         """Let `run` return."""
@@ -165,10 +172,14 @@ class Server:
 
 @dataclass(frozen=True)
 class Access:
-    """The token of the page's address, and the keys; the same in all workers of a server."""
+    """The token of the page's address, the keys, and the folder of translated files.
+
+    They are the same in all workers of a server.
+    """
 
     token: str
     keys: ApiKeys
+    files: Path
 
     @staticmethod
     def of(settings: Settings, token: str = "", *, shared: bool = False) -> Access:
@@ -177,15 +188,21 @@ class Access:
         `shared` ones are for several processes.
         """
         token = token or secrets.token_urlsafe(16)
-        keys = settings.keys or (() if settings.is_open else (Key("token", token),))
+        keys = settings.keys or (() if settings.is_open else (Key(TOKEN, token),))
         return Access(
             "page" if settings.is_open else token,
             ApiKeys(keys, is_open=settings.is_open, per_minute=settings.per_minute, shared=shared),
+            Path(tempfile.gettempdir()) / f"gshard-files-{secrets.token_hex(16)}",
         )
 
+    def close(self) -> None:
+        """Remove the translated files."""
+        shutil.rmtree(self.files, ignore_errors=True)
+
     def address(self, settings: Settings, port: int) -> str:
-        """That of the page."""
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        """The page's address; a server on all addresses has the name of its machine."""
+        host = socket.gethostname() if settings.host in ("0.0.0.0", "::") else settings.host
+        host = f"[{host}]" if ":" in host else host
         return f"{settings.scheme}://{host}:{port}/{self.token}/"
 
 
@@ -237,11 +254,11 @@ def application(
 ) -> Starlette:
     """The routes of the page and of the API, behind what guards and observes them."""
     start_logs(settings.logs)
-    api = Api(service, settings, access.keys, detector)
+    api = Api(service, settings, access.keys, access.files, detector)
     page, pages = _pages(service, access.token)
     if settings.is_open:  # the bare address leads to the page, where no key is asked for
         pages.append(Route("/", _always(lambda: RedirectResponse(f"{access.token}/"))))
-    document, docs = requests.document(service.about.name), requests.page(service.about.name)
+    document, docs = openapi.document(service.about), openapi.page(service.about)
     routes = [
         *api.routes,
         *pages,

@@ -1,6 +1,6 @@
 """The settings of a server, as the options of `gshard serve` give them, and the keys of its users.
 
-Keys have limits of texts a minute. Where a server has several workers, the counts are in memory
+Keys have limits of texts per minute. Where a server has several workers, the counts are in memory
 that they share, so that a limit is one limit. Keys are compared by their hashes.
 """
 
@@ -103,7 +103,8 @@ def is_local(host: str) -> bool:
 
 _FIELDS = {"name": str, "key": str, "per_minute": int}
 _SHORTEST = 8  # characters of a key
-MOST = 10**9  # texts a minute, or of any other limit
+TOKEN = "token"  # the name of the key that is in the page's address
+MOST = 10**9  # texts per minute, or of any other limit
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,14 @@ class ApiKeys:
         """The key that was given, or None if nobody has it."""
         number_key = self._known.get(_digest(given))
         return None if number_key is None else number_key[1]
+
+    @property
+    def hint(self) -> str:
+        """Which key to send."""
+        if self.is_open:
+            return "none is needed here"
+        is_token = [key.name for _, key in self._known.values()] == [TOKEN]
+        return f"send {'the token in the address of the page' if is_token else 'a key of yours'}"
 
     def wait(self, key: Key, texts: int) -> int:
         """Use so many texts of a key: 0, or the seconds after which it may be tried again.

@@ -100,3 +100,4 @@ class Workers:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             os.environ[_METRICS] = folder  # of the workers, which are new processes
             Multiprocess(config, [self.socket]).run()
+        self.access.close()

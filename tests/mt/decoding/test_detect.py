@@ -1,5 +1,7 @@
 """The detector of languages, on made-up languages and on a corpus."""
 
+import pydoc_data.topics
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,22 @@ def test_confidence_is_a_share(corpus):
     found = detector.detect("The river", 99)
     assert 99 <= sum(each.confidence for each in found) <= 100.5
     assert [each.confidence for each in found] == sorted(f.confidence for f in found)[::-1]
+
+
+def test_a_language_that_was_not_learned_gets_little_confidence():
+    """English by Python's own manual, the even paragraphs to learn from, the odd ones to test."""
+    text = "\n\n".join(pydoc_data.topics.topics.values())
+    prose = [p for p in text.split("\n\n") if len(p) > 200 and not p.startswith("   ")]
+    detector = Detector.train({"en": prose[::2]})
+    learned = [detector.detect(p[:80], 1)[0].confidence for p in prose[1:201:2]]
+    assert np.median(learned) > 90
+    unknown = [
+        "Die Datei konnte nicht geöffnet werden, weil sie von einem anderen Programm benutzt wird.",
+        "Voulez-vous vraiment supprimer cette page et tous les documents qui en dépendent ?",
+        "Wybierz katalog, w którym mają zostać zapisane nowe ustawienia użytkownika.",
+        "Het bestand dat u wilt openen is door een ander programma in gebruik genomen.",
+    ]
+    assert max(detector.detect(text, 1)[0].confidence for text in unknown) < 50
 
 
 def test_every_n_gram_is_counted():

@@ -1,6 +1,7 @@
 """The files under deploy/: what reads them accepts them, and their commands exist."""
 
 import ipaddress
+import json
 import os
 import re
 import shlex
@@ -54,15 +55,45 @@ def test_systemd_accepts_the_unit(tmp_path):
     assert "Restrt" in wrong.stderr  # it would have told
 
 
-def test_hadolint_accepts_the_dockerfile(tmp_path):
+def linter(name):
+    """A program of the extra dev; some machines have none."""
     beside = Path(sys.executable).parent
-    if not (hadolint := shutil.which("hadolint", path=f"{beside}:{os.environ['PATH']}")):
-        pytest.skip("hadolint is a program of the extra dev, which some machines lack")
+    if not (found := shutil.which(name, path=f"{beside}:{os.environ['PATH']}")):
+        pytest.skip(f"{name} is a program of the extra dev, which some machines lack")
+    return found
+
+
+def test_hadolint_accepts_the_dockerfile(tmp_path):
+    hadolint = linter("hadolint")
     done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     wrong = tmp_path / "Dockerfile"
     wrong.write_text(DOCKERFILE.read_text().replace('["gshard"]', "gshard"))
     assert subprocess.run([hadolint, wrong], capture_output=True).returncode  # it would have told
+
+
+def test_kubernetes_schemas_accept_the_manifests(tmp_path):
+    validate = [linter("kubernetes-validate"), "--strict", "--quiet"]
+    good = DEPLOY / "kubernetes.yaml"
+    done = subprocess.run([*validate, good], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wrong = tmp_path / "kubernetes.yaml"
+    wrong.write_text(good.read_text().replace("replicas: 2", "replcas: 2"))
+    assert subprocess.run([*validate, wrong], capture_output=True).returncode
+
+
+def test_compose_lint_finds_only_what_is_intended(tmp_path):
+    compose_lint = linter("compose-lint")
+
+    def found(text):
+        (tmp_path / "compose.yaml").write_text(text)
+        command = [compose_lint, "check", "--format", "json", tmp_path / "compose.yaml"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return {each["rule_id"] for each in json.loads(done.stdout)["findings"]}
+
+    # The port is public on purpose; the proxy's image is named by version, or by CADDY.
+    assert found(COMPOSE) == {"CL-0005", "CL-0019"}
+    assert "CL-0006" in found(COMPOSE.replace("cap_drop: [ALL]", "cap_dorp: [ALL]"))
 
 
 def test_compose_is_yaml_with_a_service():

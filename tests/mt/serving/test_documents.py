@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gshard.mt.serving.documents import from_html, from_text
+from gshard.mt.serving.documents import from_html, from_subtitles, from_text
 
 
 def cut(text):
@@ -35,11 +35,12 @@ def test_spaces_between_sentences_are_those_of_the_target():
     assert unspaced.joined(["One.", "Two."], "en") == "One. Two."
 
 
-@given(st.text(alphabet="ab. \n\r\t\u2028\xa0-1é語", max_size=60))
+@given(st.text(alphabet="ab. \n\r\t\u2028\xa0->1é語", max_size=60))
 def test_text_that_is_translated_to_itself_is_unchanged(text):
-    document = from_text(text, cut)
-    assert document.joined(document.sentences, "de") == text
-    assert all(sentence == sentence.strip() != "" for sentence in document.sentences)
+    for read in (from_text, from_subtitles):
+        document = read(text, cut)
+        assert document.joined(document.sentences, "de") == text
+        assert all(sentence == sentence.strip() != "" for sentence in document.sentences)
 
 
 def test_html_keeps_every_tag_and_attribute():
@@ -100,7 +101,7 @@ def test_markup_is_found_as_browsers_find_it():
         "&#1",
     ],
 )
-@pytest.mark.parametrize("read", [from_text, from_html])
+@pytest.mark.parametrize("read", [from_text, from_html, from_subtitles])
 def test_the_time_to_cut_grows_with_the_length_only(read, unit):
     """A hundred thousand characters in seconds of this process; with its square it were minutes."""
     begin = time.process_time()
