@@ -8,6 +8,7 @@ a collective counts with the shortest time among the devices, everything else wi
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -147,10 +148,12 @@ def _by_device(
 ) -> dict[str, dict[str, list[float]]]:
     """The seconds of each run of each instruction, by device."""
     found: dict[str, dict[str, list[float]]] = {}
-    for path in [trace] if trace.is_file() else sorted(trace.rglob("*.xplane.pb")):
-        for device, op, seconds in _events(path, module):
-            if op in places and places[op].operator not in _AROUND:
-                found.setdefault(device, {}).setdefault(op, []).append(seconds)
+    with warnings.catch_warnings():  # JAX 0.12's types of traces warn, and abort under -W error
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for path in [trace] if trace.is_file() else sorted(trace.rglob("*.xplane.pb")):
+            for device, op, seconds in _events(path, module):
+                if op in places and places[op].operator not in _AROUND:
+                    found.setdefault(device, {}).setdefault(op, []).append(seconds)
     return found
 
 
