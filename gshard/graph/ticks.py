@@ -18,15 +18,17 @@ class Ticks(NamedTuple):
     """The branches of a conditional in a loop, and in how many runs of the loop they run.
 
     `own` is how often one device takes each. `together` are the branches that devices are in at the
-    same time, as the bits of a number, and how often.
+    same time, as the bits of a number, and how often. Both are in `out_of` runs of the loop around
+    them, by default as many as `together` has.
     """
 
     own: tuple[int, ...]
     together: Mapping[int, int]
+    out_of: int = 0
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Mark the conditionals and loops made inside."""
-        numbers = (self.own, self.together.keys(), self.together.values())
+        numbers = (self.own, self.together.keys(), self.together.values(), (self.out_of,))
         return jax.named_scope("|".join([TICKS, *(".".join(map(str, n)) for n in numbers)]))
 
     @staticmethod
@@ -36,14 +38,14 @@ class Ticks(NamedTuple):
         for part in reversed(stack):
             tag, *parts = getattr(part, "name", "").split("|")
             if tag == TICKS:
-                own, bits, counts = (tuple(map(int, text.split("."))) for text in parts)
-                return Ticks(own, dict(zip(bits, counts, strict=True)))
+                own, bits, counts, (out_of,) = (tuple(map(int, text.split("."))) for text in parts)
+                return Ticks(own, dict(zip(bits, counts, strict=True)), out_of)
         return None
 
     @property
     def runs(self) -> int:
         """How often the loop runs."""
-        return sum(self.together.values())
+        return self.out_of or sum(self.together.values())
 
     def slowest(self, costs: Sequence[float]) -> list[int]:
         """In how many runs of the loop each branch is the one that the others wait for."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from gshard.graph.ticks import Ticks
 from gshard.pipelining.passes import floats, is_float
 from gshard.pipelining.routes import Row
 from gshard.tensors import padding
@@ -88,11 +88,12 @@ class Machine:
         pairs = zip(self.arrays[3], state.message, strict=True)
         x = [jnp.where(row.first == 1, _at(a, row.microbatch), b) for a, b in pairs]
 
-        def one(x: Arrays, weights: Arrays) -> tuple[Arrays, Arrays]:
-            return _cut(self._run(0, weights, x), len(x))
+        def one(layer: Any, x: Arrays, saved: Arrays) -> tuple[Arrays, Arrays]:
+            y, residuals = _cut(self._run(0, row, layer, x), len(x))
+            return y, put(saved, residuals, row.saved, layer)
 
-        y, residuals = self._layers(one, x, (self._chunk(row),), row.layers)
-        return state._replace(message=y, saved=put(state.saved, residuals, row.saved))
+        message, saved = self._layers(one, (x, state.saved), row)
+        return state._replace(message=message, saved=saved)
 
     def scored(self, row: Row, state: State) -> State:
         """The head on the last output: the gradient is handed on to B of this stage."""
@@ -108,70 +109,78 @@ class Machine:
     def backward(self, row: Row, state: State) -> State:
         """B: the gradient of the input is handed on, or leaves the pipeline."""
 
-        def one(g: Arrays, weights: Arrays, residuals: Arrays) -> tuple[Arrays, Arrays]:
-            return _cut(self._run(1, weights, residuals, g), len(g))
+        def one(layer: Any, g: Arrays, kept: Arrays) -> tuple[Arrays, Arrays]:
+            residuals = all_at(state.saved, row.saved, layer)
+            g, needed = _cut(self._run(1, row, layer, residuals, g), len(g))
+            return g, put(kept, needed, row.kept, layer)
 
-        rows, gradient = (self._chunk(row), all_at(state.saved, row.saved)), floats(state.message)
-        gradient, kept = self._layers(one, gradient, rows, row.layers, reverse=True)
-        batch, kept = put(state.batch, gradient, row.batch), put(state.kept, kept, row.kept)
+        start = (floats(state.message), state.kept)
+        gradient, kept = self._layers(one, start, row, reverse=True)
+        batch = put(state.batch, gradient, row.batch)
         message = _with_floats(state.message, gradient)
         return state._replace(message=message, kept=kept, batch=batch)
 
     def late_gradients(self, row: Row, state: State) -> State:
         """W: gradients are added to the sums."""
 
-        def one(sums: Arrays, weights: Arrays, needed: Arrays) -> tuple[Arrays, Arrays]:
-            closures, gradients = _cut(self._run(2, weights, needed), len(sums))
-            return _added(sums, closures), gradients
+        def one(layer: Any, closures: Arrays, sums: Arrays) -> tuple[Arrays, Arrays]:
+            found = self._run(2, row, layer, all_at(state.kept, row.kept, layer))
+            own, gradients = _cut(found, len(closures))
+            added = _added(all_at(sums, row.chunk, layer), gradients)
+            return _added(closures, own), put(sums, added, row.chunk, layer)
 
-        rows = (self._chunk(row), all_at(state.kept, row.kept))
-        closures, found = self._layers(one, state.closures, rows, row.layers)
-        sums = _added(all_at(state.weights, row.chunk), found)
-        return state._replace(closures=closures, weights=put(state.weights, sums, row.chunk))
+        closures, weights = self._layers(one, (state.closures, state.weights), row)
+        return state._replace(closures=closures, weights=weights)
 
-    def _chunk(self, row: Row) -> Arrays:
-        return all_at(self.arrays[2], row.chunk)
-
-    def _run(self, number: int, *operands: Arrays) -> Arrays:
-        chosen = self.passes[number]
+    def _run(self, number: int, row: Row, layer: Any, *operands: Arrays) -> Arrays:
+        """A pass of a layer."""
+        chosen, weights = self.passes[number], all_at(self.arrays[2], row.chunk, layer)
         assert chosen
-        return chosen.run(*self.arrays[1], *(array for part in operands for array in part))
+        return chosen.run(*self.arrays[1], *weights, *(a for part in operands for a in part))
 
     def _layers(
         self,
         run: Callable[..., tuple[Arrays, Arrays]],
-        carried: Arrays,
-        rows: tuple[Arrays, ...],
-        count: Any,
+        start: tuple[Arrays, Arrays],
+        row: Row,
         reverse: bool = False,
     ) -> tuple[Arrays, Arrays]:
-        """`run` for every layer of a chunk, one after the other; rows after `count` are padding."""
+        """`run` for the layers of a chunk, one after the other.
 
-        def one(carried: Arrays, row: tuple[Any, ...]) -> tuple[Arrays, Arrays]:
-            *layer, number = row
-            if len(set(self.layers)) == 1:
-                return run(carried, *layer)
-            made = jax.eval_shape(run, carried, *layer)[1]
-            nothing = carried, _made(_zeros, made)
-            return lax.cond(number < count, lambda: run(carried, *layer), lambda: nothing)
+        What a layer leaves is written where it waits: a stack of all would be copied there. Chunks
+        of several sizes are loops whose length is in the table.
+        """
+        most = max(self.layers)
+        count = most if len(set(self.layers)) == 1 else row.layers
 
-        return lax.scan(one, carried, (*rows, np.arange(max(self.layers))), reverse=reverse)
+        def one(number: Any, carried: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+            return run(count - 1 - number if reverse else number, *carried)
+
+        with Ticks((0, most), {2: most}, out_of=1).scope():
+            return lax.fori_loop(0, count, one, start)
 
 
-def put(buffers: Arrays, values: Sequence[Any], slot: Any) -> Arrays:
+def put(buffers: Arrays, values: Sequence[Any], *slot: Any) -> Arrays:
     """The buffers with values in a slot of each."""
     pairs = zip(buffers, values, strict=True)
-    return [lax.dynamic_update_index_in_dim(b, v, slot, 0) for b, v in pairs]
+    return [lax.dynamic_update_slice(b, v[(None,) * len(slot)], _start(b, slot)) for b, v in pairs]
 
 
-def _at(buffer: Any, number: Any) -> jax.Array:
-    only = len(buffer) == 1  # a view
-    return buffer[0] if only else lax.dynamic_index_in_dim(buffer, number, 0, keepdims=False)
+def _start(buffer: Any, slot: Sequence[Any]) -> list[Any]:
+    """The first element of a slot."""
+    numbers = [0 if size == 1 else n for n, size in zip(slot, buffer.shape, strict=False)]
+    return [*numbers, *[0] * (buffer.ndim - len(slot))]
 
 
-def all_at(buffers: Arrays, number: Any) -> Arrays:
+def _at(buffer: Any, *slot: Any) -> jax.Array:
+    shape = buffer.shape[len(slot) :]
+    found = lax.dynamic_slice(buffer, _start(buffer, slot), (*[1] * len(slot), *shape))
+    return found.reshape(shape)
+
+
+def all_at(buffers: Arrays, *slot: Any) -> Arrays:
     """What is in a slot of each buffer."""
-    return [_at(buffer, number) for buffer in buffers]
+    return [_at(buffer, *slot) for buffer in buffers]
 
 
 def _with_floats(message: Arrays, gradient: Arrays) -> Arrays:
