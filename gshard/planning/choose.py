@@ -41,6 +41,7 @@ class Choice:
         self.mover = mover
         self.memory_limit = memory_limit
         self.now = 0  # the place of the equation that runs
+        self.tiles: Mapping[Any, Tile] = {}  # of the variables that are known by then
         self.needed: dict[Any, list[tuple[int, Sharding]]] = {}  # by later readers of a value
         self.over: dict[Any, float] = {}  # the cost of all slices of a variable
 
@@ -165,7 +166,12 @@ class Choice:
             return None
         if any(s.manual or s.ragged is not None for s in (*shardings, *targets)):
             return None
-        forms = [have if i == number else frozenset() for i in range(len(shardings))]
+        forms = [have if i == number else self._forms(a) for i, a in enumerate(eqn.invars)]
         way = self._cheapest(eqn, rule, shardings, targets, self._shares(eqn, forms))
         form = way.operands[number]
         return None if form is shardings[number] or form in have else form
+
+    def _forms(self, atom: Any) -> frozenset[Sharding]:
+        """The shardings under which a value is available; none for one that is made later."""
+        tile = None if isinstance(atom, Literal) else self.tiles.get(atom)
+        return self.mover.forms(tile) if tile else frozenset()

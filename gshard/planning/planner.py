@@ -145,6 +145,7 @@ class Planner:
         entering = zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True)
         env = {var: self.mover.remember(var, tile) for var, tile in entering}
         self.seen.made(env)
+        self.choice.tiles = env
 
         def read(atom: Any) -> Tile:
             return self.literal(atom) if isinstance(atom, Literal) else env[atom]

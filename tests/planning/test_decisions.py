@@ -303,3 +303,29 @@ def test_a_cumulative_sum_counts_the_totals_that_it_gathers():
     (along,) = cumulative_ways(eqn, [by(8, 1)], [by(8, 1)], 0)
     (across,) = cumulative_ways(eqn, [by(1, 8)], [by(1, 8)], 0)
     assert (along.sent, across.sent) == (7 * 8 * 4, 0)
+
+
+def test_a_later_product_whose_weight_is_gathered_moves_nothing():
+    """Products of one norm (Phi, GPT-J): gradients of their input are added before the reduction,
+    which makes it cheap to split the products by features, if their weights were not there."""
+
+    def loss(layers, x):
+        for q, k, v, up, down in layers:
+            h = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+            attended = jnp.tanh(h @ q.T) * jnp.tanh(h @ k.T) + jnp.tanh(h @ v.T)
+            x = x + attended + jax.nn.gelu(h @ up.T) @ down.T
+        return (x**2).sum()
+
+    def step(layers, x):
+        layers, x = gshard.fsdp(layers, D), gshard.split(x, 0, D)
+        return jax.tree.map(lambda w, g: w - g, layers, jax.grad(loss)(layers, x))
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+    layers = [(*[shape(64, 64)] * 3, shape(128, 64), shape(64, 128))] * 2
+    sent = [
+        (c.kind, c.bytes) for c in gshard.jit(step).lower(layers, shape(16, 16, 64)).collectives
+    ]
+    weights = 4 * sum(w.size for w in jax.tree.leaves(layers))
+    assert sent == [("all_gather", weights * 7 // 8), ("reduce_scatter", weights * 7 // 8)]
