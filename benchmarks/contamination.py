@@ -3,7 +3,8 @@
     python -m benchmarks.contamination CORPUS [--split test]
 
 Case, punctuation, digits and spaces are folded, so that "Save file 1?" is "save file". English is
-compared with the training text of all languages, sources with that of their own language.
+compared with the training text of all languages, sources with that of their own language. English
+that is close to training English (`gshard.mt.data.closeness`) is counted, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import argparse
 import unicodedata
 from collections.abc import Iterable
 
+from gshard.mt.data.closeness import close
 from gshard.mt.data.corpus import Corpus
+from gshard.mt.data.splits import fold
 
 
 def folded(text: str) -> str:
@@ -48,6 +51,13 @@ def main() -> None:
     )
     print(f"{len(held_out):,} sentences of {args.split} in {len(corpus.languages)} languages")
     print(f"in the training text, folded: {english:,} English ones, {sources:,} sources")
+    keys = sorted({fold(text) for text in held_out})
+    is_close = dict(zip(keys, close(keys, {fold(text) for text in everywhere}), strict=True))
+    rows = sum(is_close[fold(text)] for text in held_out)
+    print(
+        f"close to training English: {sum(is_close.values()):,} of {len(keys):,} distinct English "
+        f"ones, {rows:,} rows"
+    )
 
 
 if __name__ == "__main__":

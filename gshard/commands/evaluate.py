@@ -122,6 +122,7 @@ def _show(result: Mapping[str, Any], measured: Mapping[str, Any] | None) -> None
     zero = comparable(result, measured)
     console.print(task_table(result, zero))
     console.print(average_table(result, zero))
+    console.print(table_by_test(result, zero))
     for line in notes(result, measured, zero):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -276,6 +277,33 @@ def average_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str
             delta = mine[kind]["bleu"] - theirs[kind]["bleu"]
             some = "" if mine[kind]["tasks"] == mean["tasks"] else f" ({mine[kind]['tasks']})"
             cells += [f"{theirs[kind]['bleu']:.1f}{some}", _signed(delta)]
+        table.add_row(*cells)
+    return table
+
+
+def table_by_test(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The means by test, next to copying the most similar training sentence's translation."""
+    from rich import box
+    from rich.table import Table
+
+    from gshard.mt.evaluation.scores import by_test
+
+    table = Table(title="by test, averages over tasks", box=box.SIMPLE_HEAD)
+    table.add_column("test")
+    scores = {"BLEU": "bleu", "chrF++": "chrf"}
+    columns = [*scores, *(f"nearest {title}" for title in scores)]
+    columns += ["baseline chrF++"] if baselines else []
+    for column in ("tasks", "sentences", *columns):
+        table.add_column(column, justify="right")
+    zero = by_test(baselines)
+    for test, means in result["tests"].items():
+        mean = means["all"]
+        found = [t["tests"][test] for t in result["tasks"].values() if test in t["tests"]]
+        cells = [test, str(mean["tasks"]), f"{sum(each['sentences'] for each in found):,}"]
+        keys = [*scores.values(), *(f"nearest_{key}" for key in scores.values())]
+        cells += [f"{mean[key]:.1f}" for key in keys]
+        if baselines:
+            cells.append(f"{zero[test]['all']['chrf']:.1f}" if test in zero else "")
         table.add_row(*cells)
     return table
 

@@ -106,6 +106,13 @@ class Corpus:
         for batch in table.to_batches():
             yield from zip(batch["source"].to_pylist(), batch["english"].to_pylist(), strict=True)
 
+    def labelled(self, language: str, split: str) -> Iterator[tuple[str, str, str]]:
+        """(source, English, test) of a language and split; of one without labels, its name."""
+        entry = self.manifest["languages"].get(language, {}).get(split, {})
+        columns = ["source", "english", *(["test"] if "tests" in entry else [])]
+        found = [column.to_pylist() for column in self.read(language, split, columns).columns]
+        return zip(*found[:2], found[2] if len(found) > 2 else [split] * len(found[0]), strict=True)
+
     def verify(self) -> list[str]:
         """What differs from the manifest's checksums: one line for each bad file."""
         bad = []
@@ -119,8 +126,16 @@ class Corpus:
         return bad
 
 
-def write_rows(rows: Iterable[CorpusRow], path: Path) -> dict[str, Any] | None:
-    """Write one language and split; its entry of the manifest, or None if there are no rows."""
+def write_rows(
+    rows: Iterable[CorpusRow], path: Path, split: str = "train"
+) -> dict[str, Any] | None:
+    """Write one language and split; its entry of the manifest, or None if there are no rows.
+
+    Of a test, the label of each row (`CorpusRow.split`) is written too.
+    """
+    is_test = split == "test"
+    schema = SCHEMA.append(pa.field("test", pa.string())) if is_test else SCHEMA
+    labels: Counter[str] = Counter()
     rest = iter(rows)
     group = list(itertools.islice(rest, _GROUP))
     if not group:
@@ -129,11 +144,12 @@ def write_rows(rows: Iterable[CorpusRow], path: Path) -> dict[str, Any] | None:
     origins: Counter[str] = Counter()
     with (
         atomic.new_file(path) as part,
-        pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer,
+        pq.ParquetWriter(part, schema, compression="zstd") as writer,
     ):
         while group:
-            columns = [[getattr(row, name) for row in group] for name in SCHEMA.names]
-            writer.write_table(pa.table(columns, SCHEMA), _GROUP)
+            columns = [list(column) for column in zip(*group, strict=True)][: len(schema)]
+            writer.write_table(pa.table(columns, schema), _GROUP)
+            labels.update(columns[3] if is_test else ())
             words = [len(row.english.split()) for row in group]
             counts["pairs"] += len(group)
             counts["english_words"] += sum(words)
@@ -143,6 +159,7 @@ def write_rows(rows: Iterable[CorpusRow], path: Path) -> dict[str, Any] | None:
     return {
         **counts,
         "origins": dict(origins),
+        **({"tests": dict(sorted(labels.items()))} if is_test else {}),
         "bytes": path.stat().st_size,
         "sha256": atomic.checksum(path),
     }

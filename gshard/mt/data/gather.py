@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from gshard.mt import atomic
 from gshard.mt.data import fetch, jobs
 from gshard.mt.data.corpus import MANIFEST, VERSION, Corpus, write_rows
+from gshard.mt.data.labels import label_tests
 from gshard.mt.data.splits import (
     CorpusRow,
     HeldOutShares,
@@ -108,7 +109,7 @@ def _jobs(config: GatherConfig, work: Path) -> list[jobs.CleaningJob]:
     if config.tier is not None:
         for unit in config.tier.units():
             if any(fetch.fetched(package, work / "packages") for package in unit.packages):
-                found.append(jobs.unit_job(unit, work / "packages", folder))
+                found.append(jobs.unit_job(unit, work / "packages", folder, config.tier))
     return found
 
 
@@ -238,11 +239,13 @@ def _write(
     with contextlib.ExitStack() as stack:
         part = Path(tempfile.mkdtemp(prefix=_PART, dir=config.out))
         stack.callback(shutil.rmtree, part, ignore_errors=True)
-        task = functools.partial(_write_language, part, config.shares, forced)
+        sample = config.tier.sample if config.tier else (1.0, 1.0)
+        task = functools.partial(_write_language, part, config.shares, forced, sample)
         for (language, _), (entry, reasons) in _parallel(task, list(languages.items()), config):
             entries[language] = entry
             dropped.update(reasons)
             step(language)
+        dropped.update(label_tests(part, entries, config.shares.most["test"]))
         sums = sorted(split["sha256"] for entry in entries.values() for split in entry.values())
         folder = f"corpus-{hashlib.sha256(''.join(sums).encode()).hexdigest()[:12]}"
         part.chmod(0o755)
@@ -273,15 +276,19 @@ def _old_folder(out: Path) -> str:
 
 
 def _write_language(
-    part: Path, shares: HeldOutShares, forced: dict[int, str], item: tuple[str, list[Path]]
+    part: Path,
+    shares: HeldOutShares,
+    forced: dict[int, str],
+    sample: tuple[float, float],
+    item: tuple[str, list[Path]],
 ) -> tuple[dict[str, Any], Counter[str]]:
     language, paths = item
     dropped = Counter[str]()
     scratch = paths[0].parent
     rows = without_duplicates(_LanguageFiles(paths), dropped, scratch)
-    splits = split_language(rows, shares, forced, dropped, scratch)
+    splits = split_language(rows, shares, forced, dropped, scratch, sample)
     written = {
-        split: write_rows(kept, part / split / f"{language}.parquet")
+        split: write_rows(kept, part / split / f"{language}.parquet", split)
         for split, kept in splits.items()
     }
     return {split: entry for split, entry in written.items() if entry}, dropped

@@ -7,6 +7,7 @@ again if not. Being independent, units run in as many processes as there are cor
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -22,7 +23,8 @@ from gshard.mt import atomic
 from gshard.mt.data import fetch, readers, user_text
 from gshard.mt.data.archives import Files
 from gshard.mt.data.clean import clean, normalise
-from gshard.mt.data.tiers import Unit
+from gshard.mt.data.splits import fingerprint
+from gshard.mt.data.tiers import Tier, Unit
 
 CLEANING = 1  # to be raised when readers or filters change what comes out
 _ROWS = 200_000  # in memory at a time
@@ -41,6 +43,8 @@ class CleaningJob:
     digest: str
     unit: Unit | None = None
     packages: Path | None = None  # where the unit's packages are unpacked
+    languages: tuple[str, ...] = ()  # all
+    far_share: float = 0.0
     own: user_text.Own | None = None
 
 
@@ -54,14 +58,15 @@ class Cleaned:
     problems: tuple[fetch.Skipped, ...]
 
 
-def unit_job(unit: Unit, packages: Path, folder: Path) -> CleaningJob:
+def unit_job(unit: Unit, packages: Path, folder: Path, tier: Tier) -> CleaningJob:
     """The job of a tier's unit; its digest covers the packages that came and how to read them."""
     stamps = [fetch.fetched(package, packages) for package in unit.packages]
-    text = f"{CLEANING} {unit.source.read} {unit.source.split} {stamps}"
+    kept = (tier.languages, tier.far_share)
+    text = f"{CLEANING} {unit.source.read} {unit.source.split} {kept} {stamps}"
     digest = hashlib.sha256(text.encode()).hexdigest()
     client = unit.packages[0].client
     target = folder / f"{client}-{unit.name}.parquet".replace("/", "+")
-    return CleaningJob(unit.name, target, digest, unit=unit, packages=packages)
+    return CleaningJob(unit.name, target, digest, unit, packages, *kept)
 
 
 def own_job(what: user_text.Own, folder: Path) -> CleaningJob:
@@ -149,10 +154,27 @@ def _rows(job: CleaningJob, dropped: Counter[str], report: readers.Report) -> It
     files = Files({package.name: job.packages / package.id for package in there})
     once: set[tuple[str, str, str]] = set()  # catalogs repeat each other within a package
     for reading in job.unit.source.read:
-        for raw in readers.read(files, reading, report):
+        for raw in readers.read(files, reading, report, job.languages):
+            origin, split = _origin(job.unit, raw.document, job.far_share)
             for english, text in clean(raw, dropped):
                 if (row := (raw.language, text, english)) not in once:
                     once.add(row)
-                    yield *row, job.unit.name, job.unit.source.split
+                    yield *row, origin, split
                 else:
                     dropped["duplicate"] += 1
+
+
+@functools.lru_cache(maxsize=10_000)
+def _origin(unit: Unit, document: str, far_share: float) -> tuple[str, str]:
+    """Where a pair is from, and "far" if its document is held out, in all languages at once.
+
+    Catalogs are held out by the package, other formats by the file, whose path is then a part of
+    the origin: text of a held-out document has an origin that no training text has.
+    """
+    if unit.source.split:
+        return unit.source.name, unit.source.split
+    named = (f"{name}:{document}".removesuffix(":") for name in (unit.name, unit.family))
+    origin, shared = named
+    if fingerprint(f"far {shared}") / 2**64 < far_share:
+        return origin, "far"
+    return unit.name, ""

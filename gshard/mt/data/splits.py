@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Generic, NamedTuple, TypeVar
 
+import numpy as np
+
 from gshard.mt.data.filters import PLACEHOLDER
 from gshard.mt.errors import UserError
 
@@ -33,7 +35,11 @@ _NOT_LETTERS = re.compile(r"[\W\d_]+")
 
 
 class CorpusRow(NamedTuple):
-    """A clean pair of one language; `split` is "" unless the user's file says where it belongs."""
+    """A clean pair of one language.
+
+    `split` is "" unless a user's file says where the pair belongs, or a tier: "far" of a held-out
+    document, "other" of another domain. The rows of a test have its label there.
+    """
 
     source: str
     english: str
@@ -80,10 +86,13 @@ def given_splits(rows: Iterable[tuple[str, str]], shares: HeldOutShares) -> dict
     holds something out, needs to be remembered.
     """
     forced: dict[int, str] = {}
-    for english, split in rows:
+    for english, given in rows:
+        split = "test" if given == "other" else given
         key = fold(english)
         if split == "train" and shares.split_of(key) == "train":
             continue
+        if given == "far" or (given == "other" and not fit_to_hold_out(english)):
+            continue  # a menu's words, which training text has from elsewhere
         mark = fingerprint(key)
         if _RANK[split] >= _RANK[forced.get(mark, "train")]:
             forced[mark] = split
@@ -127,19 +136,32 @@ def split_language(
     forced: Mapping[int, str],
     dropped: Counter[str],
     scratch: Path | None = None,
+    sample: tuple[float, float] = (1.0, 1.0),
 ) -> dict[str, Iterable[CorpusRow]]:
     """The rows of one language by split; what must not be trained on is dropped and counted.
 
-    Rows to train on wait in the folder `scratch`, and are dropped when they are asked for.
+    Rows to train on wait in the folder `scratch`, and are dropped when they are asked for. With a
+    `sample` (f, p) about f * n**p of n stay.
     """
     held = {split: _HeldOutRows(shares.most[split]) for split in ("dev", "test")}
+    apart: dict[str, _HeldOutRows] = {}  # of held-out documents and of other domains
     given: dict[str, list[CorpusRow]] = {"dev": [], "test": []}
     train: Spool[CorpusRow] = Spool(scratch)
     for row in rows:
         key = fold(row.english)
         mark = fingerprint(key)
         split = forced.get(mark) or shares.split_of(key)
-        if row.split and row.split != split:
+        if row.split in ("far", "other"):
+            # Labels come later (`labels`), when all training text is known: more than enough.
+            label = row.origin if row.split == "other" else row.split
+            mine = apart.setdefault(label, _HeldOutRows(8 * shares.most["test"]))
+            if not fit_to_hold_out(row.english):
+                dropped["held out, not fit for a test"] += 1
+            elif split == "dev" or mark in mine.marks:
+                dropped["second reference of a held-out sentence"] += 1
+            else:
+                mine.add(mark, row)
+        elif row.split and row.split != split:
             dropped["held out elsewhere"] += 1
         elif split == "train":
             train.append(row)
@@ -158,12 +180,33 @@ def split_language(
         ranked = held[split].rows()
         dropped["held out, more than needed"] += len(held[split].marks) - len(ranked)
         chosen = given[split] + ranked
+        if split == "test":
+            chosen += [row for _, rows_apart in sorted(apart.items()) for row in rows_apart.rows()]
         if split == "dev":
             chosen = list(_without_sources(chosen, sources, dropped))
         kept[split] = chosen
         sources |= {fingerprint(fold(row.source)) for row in chosen}
-    kept["train"] = _without_sources(train, sources, dropped)
+    kept["train"] = _without_sources(_sampled(train, sample, dropped), sources, dropped)
     return kept
+
+
+_SENTENCE, _PREFERRED = 4, 3.0  # words of what is likely a sentence, and how much likelier it stays
+
+
+def _sampled(
+    rows: Spool[CorpusRow], sample: tuple[float, float], dropped: Counter[str]
+) -> Iterator[CorpusRow]:
+    """About f * n**p of n rows, sentences rather than labels of buttons, always the same ones."""
+    count = int(sample[0] * len(rows) ** sample[1])
+    if count >= len(rows):
+        yield from rows
+        return
+    # The least of exponential variables: a row's chance is in proportion to its weight.
+    drawn = np.array([(fingerprint(f"{r.english}\t{r.source}") + 0.5) / 2**64 for r in rows])
+    weight = np.array([_PREFERRED if len(r.english.split()) >= _SENTENCE else 1.0 for r in rows])
+    late = -np.log(drawn) / weight
+    dropped["more than the sample"] += len(rows) - count
+    yield from itertools.compress(rows, late < np.partition(late, count)[count])
 
 
 def _without_sources(

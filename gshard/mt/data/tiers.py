@@ -26,6 +26,7 @@ _NAMES = {
     "apt": re.compile(r"[a-z0-9][a-z0-9+.-]+"),
     "apt-descriptions": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"),
 }
+_SIBLING = re.compile(r"(-l10n|-i18n|-help|-locale|-lang)-[a-z]{2,3}(-[a-z0-9]+)*$")
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+:~!_-]*")
 _OPTIONS = {"pip": ("--python-version", "--ignore-requires-python")}
 FORMATS = (
@@ -86,7 +87,7 @@ class Source:
     keep: tuple[str, ...]  # patterns of the files worth unpacking
     together: bool = False
     licence: str = ""  # what the package itself does not say
-    split: str = ""  # "test" keeps a whole source out of training
+    split: str = ""  # "other" keeps a source out of training, as text of another domain
     arguments: tuple[str, ...] = ()  # more arguments for the client
 
     def units(self) -> Iterator[Unit]:
@@ -106,15 +107,23 @@ class Unit:
     source: Source
     packages: tuple[Package, ...]
 
+    @property
+    def family(self) -> str:
+        """The name without a language: `libreoffice-l10n-de` has the English of its siblings."""
+        return _SIBLING.sub(r"\1", self.name)
+
 
 @dataclass(frozen=True)
 class Tier:
-    """A named list of sources, and the shares of long sentences to hold out."""
+    """A named list of sources, the shares to hold out, and how much of each language to keep."""
 
     name: str
     sources: tuple[Source, ...]
-    test_share: float = 0.02
+    test_share: float = 0.02  # of the long sentences
     dev_share: float = 0.01
+    far_share: float = 0.0  # of the packages, and of the files of those with several, of any kind
+    languages: tuple[str, ...] = ()  # all
+    sample: tuple[float, float] = (1.0, 1.0)  # (f, p): f * n**p training pairs of n stay
 
     def units(self) -> list[Unit]:
         """All units in order: earlier ones win where two have the same pair."""
@@ -167,20 +176,34 @@ def parse(text: str, name: str, inside: tuple[str, ...] = ()) -> Tier:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"tier {name}: {error}") from None
-    _check(data, {"extends", "source", "test_share", "dev_share"}, f"tier {name}")
+    settings = {field.name for field in fields(Tier)} - {"name", "sources"}
+    _check(data, {"extends", "source", *settings}, f"tier {name}")
     try:
         sources = [_source(entry, name) for entry in data.pop("source", [])]
     except (TypeError, AttributeError) as error:
         raise UserError(f"tier {name}: a source has a value of a wrong type: {error}") from None
-    for share in data.keys() & {"test_share", "dev_share"}:
-        if isinstance(data[share], bool) or not isinstance(data[share], int | float):
-            raise UserError(f"tier {name}: {share} is {data[share]!r}, and not a number")
+    data |= {key: _setting(key, data[key], name) for key in data.keys() & settings}
     if parent := data.pop("extends", ""):
         # The parent's sources come first: gathering the larger tier keeps what the smaller kept.
         base = load(str(parent), inside)
         sources = [*base.sources, *sources]
-        data = {"test_share": base.test_share, "dev_share": base.dev_share, **data}
+        data = {key: getattr(base, key) for key in settings} | data
     return Tier(name, tuple(sources), **data)
+
+
+def _setting(key: str, value: Any, tier: str) -> Any:
+    """A setting of a tier, if it is of the right type."""
+    values = value if isinstance(value, list) else [value]
+    kinds, wanted = {int, float}, "a number"
+    if key == "languages":
+        kinds, wanted = {str}, "a list of names"
+    elif key == "sample":
+        wanted = "a list of two numbers"
+    counts = {"languages": len(values), "sample": 2}
+    is_list = isinstance(value, list) == (key in counts)
+    if not is_list or len(values) != counts.get(key, 1) or not {*map(type, values)} <= kinds:
+        raise UserError(f"tier {tier}: {key} is {value!r}, and not {wanted}")
+    return tuple(values) if key in counts else value
 
 
 def _source(entry: dict[str, Any], tier: str) -> Source:
@@ -192,6 +215,7 @@ def _source(entry: dict[str, Any], tier: str) -> Source:
             raise UserError(f"{where}: {key!r} is missing")
     client = entry["client"]
     _choice(client, CLIENTS, f"{where}: client")
+    _choice(entry.get("split", ""), ("", "other"), f"{where}: split")
     packages = []
     for text in entry["packages"]:
         name, _, version = str(text).partition("==")

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import math
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from gshard.mt.evaluation.scores import (
     FEW,
     Scores,
     averages,
+    by_test,
     resource_groups,
     score,
     sentence_chrf,
@@ -42,7 +44,6 @@ from gshard.mt.evaluation.store import (
 from gshard.mt.progress import Progress, Silent
 
 if TYPE_CHECKING:
-    from gshard.mt.data.corpus import Corpus
     from gshard.mt.decoding.texts import TranslateConfig
     from gshard.mt.run import Run
     from gshard.nn.transformer import Transformer
@@ -128,11 +129,11 @@ def evaluate(
     measured: dict[str, dict[str, Any]] = {}
     for held in sets:
         name = str(held.task)
-        measured[name] = {
-            "group": groups[held.task.foreign],
-            **task_scores(held, found[name], fresh.get(name), rounded.get(name)),
-            **_of_training(run.corpus, held),
-        }
+        others = {"untrained": fresh.get(name), "rounded": rounded.get(name)}
+        outputs = {prefix: [s.text for s in each] for prefix, each in others.items() if each}
+        outputs["nearest"] = copier.from_training(run.corpus, held.task, held.sources)
+        scored = task_scores(held, found[name], outputs)
+        measured[name] = {"group": groups[held.task.foreign], **scored}
         step(name)
     loads = loads_of(store.folder, system, sets, progress)
     result = results_of(run, config, measured, began) | {
@@ -161,18 +162,19 @@ def results_of(
         "signatures": signatures(measured),
         "tasks": measured,
         "averages": averages(measured),
+        "tests": by_test(measured),
     }
 
 
 def task_scores(
     held: HeldOut,
     found: Sequence[Translation],
-    untrained: Sequence[Translation] | None = None,
-    rounded: Sequence[Translation] | None = None,
+    others: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The scores of one task, and those of copying its source."""
+    """The scores of one task, of copying its source and of other systems, and those by test."""
     target = held.task.target
-    scores = score([s.text for s in found], held.references, target)
+    texts = [s.text for s in found]
+    scores = score(texts, held.references, target)
     copied = _copied(held)
     measured: dict[str, Any] = {
         "language": held.task.foreign,
@@ -190,24 +192,39 @@ def task_scores(
         measured |= {"spbleu": scores.spbleu, "spbleu_signature": scores.spbleu_signature}
     if len(held) < FEW:
         measured["few"] = True
-    for name, other in (("untrained", untrained), ("rounded", rounded)):
-        if other is not None:
-            scores = score([s.text for s in other], held.references, target)
-            measured |= {f"{name}_bleu": scores.bleu, f"{name}_chrf": scores.chrf}
+    measured |= _scored(held, others, range(len(held)))
+    places: dict[str, list[int]] = {}
+    for place, test in enumerate(held.tests):
+        places.setdefault(test, []).append(place)
+    outputs = {"": texts, **{name: others[name] for name in ("nearest",) if name in others}}
+    measured["tests"] = {
+        test: {
+            "sentences": len(mine),
+            **({"few": True} if len(mine) < FEW else {}),
+            **_scored(held, outputs, mine),
+        }
+        for test, mine in places.items()
+    }
     return measured
+
+
+def _scored(
+    held: HeldOut, outputs: Mapping[str, Sequence[str]], places: Sequence[int]
+) -> dict[str, float]:
+    """The scores of some sentences by several systems, each under its name."""
+    references = [held.references[place] for place in places]
+    found = {}
+    for name, texts in outputs.items():
+        scores = score([texts[place] for place in places], references, held.task.target)
+        prefix = f"{name}_" if name else ""
+        found |= {f"{prefix}bleu": scores.bleu, f"{prefix}chrf": scores.chrf}
+    return found
 
 
 @functools.lru_cache(maxsize=256)
 def _copied(held: HeldOut) -> Scores:
     """The scores of copying the source, the same for all systems that are measured in a row."""
     return score(held.sources, held.references, held.task.target)
-
-
-def _of_training(corpus: Corpus, held: HeldOut) -> dict[str, float]:
-    """The scores of copying the translations of the most similar training sentences."""
-    copied = copier.from_training(corpus, held.task, held.sources)
-    scores = score(copied, held.references, held.task.target)
-    return {"nearest_bleu": scores.bleu, "nearest_chrf": scores.chrf}
 
 
 def signatures(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

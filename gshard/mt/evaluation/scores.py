@@ -124,3 +124,19 @@ def averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
             }
             found[kind] = {"tasks": len(counted), "few": len(members) - len(counted), **means}
     return found
+
+
+def by_test(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The same means for each test: far, near, those of other domains (`data.labels`)."""
+    known = {test for task in tasks.values() for test in task.get("tests", ())}
+    first = [test for test in ("far", "near") if test in known]
+    return {
+        test: averages(
+            {
+                name: {"group": task["group"], "target": task["target"], **task["tests"][test]}
+                for name, task in tasks.items()
+                if test in task.get("tests", ())
+            }
+        )
+        for test in (*first, *sorted(known - {*first}))
+    }

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +31,13 @@ from gshard.mt.progress import Progress, Silent
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Sentences of one task and their references."""
+    """Sentences of one task, their references, and which test each belongs to."""
 
     task: Task
     sources: tuple[str, ...]
     references: tuple[str, ...]
     train_pairs: int
+    tests: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -56,7 +58,7 @@ def tasks_of(tokenizer: Tokenizer, languages: Sequence[str] = ()) -> list[Task]:
 def held_out(
     corpus: Corpus, tasks: Sequence[Task], split: str = "test", most: int = 0
 ) -> list[HeldOut]:
-    """At most `most` (0: all) sentences of each task, the one with the most training pairs first.
+    """At most `most` (0: all) sentences of each task and test, the tasks with most text first.
 
     A task without sentences in `split` is left out; if all are, that is an error.
     """
@@ -68,14 +70,19 @@ def held_out(
     for task in sorted(tasks, key=lambda task: (-corpus.count(task.foreign), str(task))):
         if not corpus.count(task.foreign, split):
             continue
-        pairs = list(corpus.pairs(task.foreign, split))
-        if most and len(pairs) > most:
+        rows = list(corpus.labelled(task.foreign, split))
+        if most:
             # By hash, then back in the order of the file.
-            ranked = sorted(range(len(pairs)), key=lambda i: fingerprint("\t".join(pairs[i])))
-            pairs = [pairs[i] for i in sorted(ranked[:most])]
-        foreign, english = zip(*pairs, strict=True)
+            ranked = sorted(range(len(rows)), key=lambda i: fingerprint("\t".join(rows[i][:2])))
+            taken = Counter[str]()
+            chosen = []
+            for i in ranked:
+                taken[rows[i][2]] += 1
+                chosen += [i] if taken[rows[i][2]] <= most else []
+            rows = [rows[i] for i in sorted(chosen)]
+        foreign, english, tests = zip(*rows, strict=True)
         sides = (foreign, english) if task.target == "en" else (english, foreign)
-        found.append(HeldOut(task, sides[0], sides[1], corpus.count(task.foreign)))
+        found.append(HeldOut(task, *sides, corpus.count(task.foreign), tests))
     if not found:
         asked = ", ".join(dict.fromkeys(task.foreign for task in tasks))
         has = [s for s in SPLITS if any(corpus.count(task.foreign, s) for task in tasks)]

@@ -15,6 +15,7 @@ from gshard.mt import atomic
 from gshard.mt.atomic import known_object
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.evaluate import EVALUATION, EvaluateConfig
+from gshard.mt.evaluation.scores import by_test
 from gshard.mt.evaluation.store import Store, folder_of, held_out, tasks_of
 from gshard.mt.report import write_report
 from gshard.mt.report.measures import mean
@@ -88,6 +89,7 @@ def _summary(
             suffix = "" if group == "all" else f"_{group}"
             summary[f"{metric}{suffix}"] = model.mean(metric, group)
             summary[f"delta_{metric}{suffix}"] = figures.mean_delta(model, zero, metric, group)
+    summary["tests"] = by_test(model.scores)
     summary["directions"] = [
         {
             "direction": direction,
@@ -113,6 +115,7 @@ def _baselines(zero: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for metric in figures.METRICS:
             suffix = "" if group == "all" else f"_{group}"
             means[f"{metric}{suffix}"] = mean(task[metric] for task in members)
+    means["tests"] = by_test(zero)
     means["weights"] = sum(task["weights"] for task in tasks)
     means["seconds"] = sum(task["train_seconds"] for task in tasks)
     means["stopped_early"] = sum(task["steps"] < 0.9 * task["limit"] for task in tasks)

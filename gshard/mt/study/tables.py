@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ def all_tables(results: Mapping[str, Any]) -> str:
         ("What was run", progress(results)),
         ("Models", models(results)),
         ("By resource", resources(results)),
+        ("By test", tests(results)),
         ("By direction", directions(results)),
         ("What a training cross-entropy costs", efficiency(results)),
         ("Paired bootstrap over languages and English sentences", comparisons(results)),
@@ -97,6 +98,35 @@ def resources(results: Mapping[str, Any]) -> str:
             row += [_number(zero[f"{metric}_{group}"]) for group in groups]
         rows.append([*row, *["0"] * 6])
     return _without_empty(heads, rows)
+
+
+def tests(results: Mapping[str, Any]) -> str:
+    """Far, near and other domains, of all models, of the bilingual ones and of the copier.
+
+    The copier has the translation of the most similar training sentence; `low` is the quarter of
+    the languages with the least text.
+    """
+    rows: dict[str, Mapping[str, Any]] = {
+        model["label"]: model["tests"] for model in results["models"] if model.get("tests")
+    }
+    if not rows:
+        return ""
+    copier = next(iter(rows.values()))
+    if zero := results["baselines"]:
+        rows[f"{zero['tasks']} bilingual"] = zero.get("tests", {})
+    scores = (("BLEU", "all", "bleu"), ("chrF++", "all", "chrf"), ("chrF++ low", "low", "chrf"))
+    heads = [f"{test} {title}" for test in copier for title, _, _ in scores]
+    cells = [
+        [label, *_means([found.get(test, {}) for test in copier], [s[1:] for s in scores])]
+        for label, found in rows.items()
+    ]
+    nearest = [(group, f"nearest_{key}") for _, group, key in scores]
+    cells.append(["copier", *_means(copier.values(), nearest)])
+    return _without_empty(["model", *heads], cells)
+
+
+def _means(tests: Iterable[Mapping[str, Any]], wanted: Sequence[tuple[str, str]]) -> list[str]:
+    return [_number(test.get(group, {}).get(key)) for test in tests for group, key in wanted]
 
 
 def directions(results: Mapping[str, Any]) -> str:

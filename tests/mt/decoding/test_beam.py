@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
 import gshard
+from benchmarks.confidence import forced
 from gshard.mt.batching.tokenizer import END, PAD, START
 from gshard.mt.decoding.search import BeamConfig, FlatSearch, Live
 from gshard.mt.decoding.translator import JAX, beam_search, continuations
-from gshard.mt.evaluation.confidence import forced
 from gshard.nn import Batch, Strategy
 from tests.nn import models
 from tests.oracle import kinds

@@ -11,7 +11,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from gshard.mt.data.archives import Files
@@ -25,29 +25,38 @@ class Raw(NamedTuple):
 
     `kind` says what it may contain: "message" (accelerators of any style, markup), "menu" (`&`
     accelerators), "keyed" (markup only) or "document" (plain text, perhaps with gaps), and
-    "sentence" (a user's own text).
+    "sentence" (a user's own text). `document` is the path without the language, of formats that
+    have a file for each.
     """
 
     language: str
     english: str
     text: str
     kind: str
+    document: str = ""
 
 
 Report = Callable[[str, str], None]  # (path, why it was skipped)
 
 
-def read(files: Files, reading: Reading, report: Report) -> Iterator[Raw]:
-    """All pairs that `reading` finds in `files`; files that cannot be read are reported."""
+def read(
+    files: Files, reading: Reading, report: Report, languages: Collection[str] = ()
+) -> Iterator[Raw]:
+    """All pairs that `reading` finds in `files`, of some languages or of all.
+
+    Files that cannot be read are reported.
+    """
     for path, why in files.broken:
         report(path, why)
     if reading.format == "catalogs":
-        yield from _catalogs(files, reading, report)
+        yield from _catalogs(files, reading, report, languages)
     else:
-        yield from _aligned(files, reading, report)
+        yield from _aligned(files, reading, report, languages)
 
 
-def _catalogs(files: Files, reading: Reading, report: Report) -> Iterator[Raw]:
+def _catalogs(
+    files: Files, reading: Reading, report: Report, languages: Collection[str]
+) -> Iterator[Raw]:
     for path in files:
         stem, _, suffix = path.rpartition(".")
         if suffix not in ("mo", "gmo", "po", "qm") or "/help/" in path:
@@ -59,7 +68,7 @@ def _catalogs(files: Files, reading: Reading, report: Report) -> Iterator[Raw]:
         if suffix != "po" and reading.english_from_comment and f"{stem}.po" in files:
             continue
         language = language_of_path(path)
-        if language is None:
+        if language is None or (languages and language not in languages):
             continue
         kind = "menu" if suffix == "qm" else "keyed" if reading.english_from_comment else "message"
         try:
@@ -93,7 +102,9 @@ UNREADABLE = (
 )
 
 
-def _aligned(files: Files, reading: Reading, report: Report) -> Iterator[Raw]:
+def _aligned(
+    files: Files, reading: Reading, report: Report, languages: Collection[str]
+) -> Iterator[Raw]:
     pattern = path_pattern(reading.files)
     paths: dict[str, dict[str, str]] = {}  # locale -> group -> path
     for path in files:
@@ -120,10 +131,12 @@ def _aligned(files: Files, reading: Reading, report: Report) -> Iterator[Raw]:
         language = language_of(locale)
         if language is None or locale == reading.english:
             continue
+        if languages and language not in languages:
+            continue
         for group, path in groups.items():
             if english.get(group) and (other := parsed(path)):
                 for a, b in pairs(english[group], other):
-                    yield Raw(language, a, b, kind)
+                    yield Raw(language, a, b, kind, group)
 
 
 def path_pattern(files: str) -> re.Pattern[str]:

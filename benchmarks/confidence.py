@@ -4,7 +4,7 @@ A search looks for outputs that the model finds likely. If a reference is better
 it likelier, the search is at fault; if the model prefers its own bad output, the model is. Both are
 read here by the forward pass of training, teacher forced, which shares no code with the search.
 
-`python -m gshard.mt.evaluation.confidence RUN [RUN ...]` prints a table of runs, and scores by the
+`python -m benchmarks.confidence RUN [RUN ...]` prints a table of runs, and scores by the
 length of the reference: what is too short shows there.
 """
 

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from gshard.mt.batching.tokenizer import START
-from gshard.mt.evaluation.confidence import (
+from benchmarks.confidence import (
     Confidence,
     _parts,
     confidence,
     forced,
     tables,
 )
+from gshard.mt.batching.tokenizer import START
 from gshard.mt.evaluation.evaluate import EvaluateConfig
 from gshard.mt.evaluation.scores import score
 from gshard.mt.run import Run
