@@ -213,7 +213,7 @@ def _scored(
 ) -> dict[str, float]:
     """The scores of some sentences by several systems, each under its name."""
     references = [held.references[place] for place in places]
-    found = {}
+    found: dict[str, float] = {}
     for name, texts in outputs.items():
         scores = score([texts[place] for place in places], references, held.task.target)
         prefix = f"{name}_" if name else ""

@@ -76,7 +76,7 @@ def test_mistakes_have_a_message_and_a_status(
 
 
 def test_a_full_disk(capsys, tmp_path, tsv, monkeypatch):
-    def full(rows, path):
+    def full(rows, path, split):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("gshard.mt.data.gather.write_rows", full)
