@@ -131,7 +131,7 @@ def write_rows(
 ) -> dict[str, Any] | None:
     """Write one language and split; its entry of the manifest, or None if there are no rows.
 
-    Of a test, the label of each row (`CorpusRow.split`) is written too.
+    A test has a label for each row (`CorpusRow.split`).
     """
     is_test = split == "test"
     schema = SCHEMA.append(pa.field("test", pa.string())) if is_test else SCHEMA
