@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from gshard.autosharding.cost import NONE, Spec, sharding_of
 from gshard.capture.inside import TensorSite
 from gshard.tensors.sharding import Sharding
@@ -24,16 +26,18 @@ Dims = tuple[tuple[str, ...], ...]  # of each dim, the mesh axes that cut it, ma
 class Annotated:
     """One annotation: an argument or a result by its path, its shape, the mesh axes of each dim.
 
-    `saves` is how many seconds longer a step takes without it, and without its like.
+    `saves` is how many seconds longer a step takes without it, and without its like; `name` is what
+    the user's function calls it: `p['w']`, not `[0]['w']`.
     """
 
     path: str
     shape: tuple[int, ...]
     dims: Dims
     saves: float = dataclasses.field(default=0.0, compare=False)
+    name: str = dataclasses.field(default="", compare=False)
 
     def __str__(self) -> str:
-        return f"{self.path}: {shown(self.dims)} of {'x'.join(map(str, self.shape))}"
+        return f"{self.name or self.path}: {shown(self.dims)} of {'x'.join(map(str, self.shape))}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +110,32 @@ def dims_on(sharding: Sharding, mesh: Mapping[str, int]) -> Dims | None:
     return None
 
 
+def names_of(layout: Any) -> dict[str, str]:
+    """What the user's function calls its arguments, by their paths: `p['w']`, not `[0]['w']`."""
+    if layout.lowered is None:
+        return {}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(layout.lowered.in_info)
+    called = layout.lowered._own().subject.argument_names
+    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+    return {p: n for p, n in zip(paths, called, strict=False) if n} if called else {}
+
+
 _FORMAT = "gshard layout 1"
 _FIGURES = ("seconds", "bound", "solver_gap")
 
 
 def as_text(layout: Any) -> str:
     """A layout as JSON."""
+    names = names_of(layout)
 
     def listed(annotations: tuple[Annotated, ...]) -> dict[str, Any]:
         return {
-            a.path: {"shape": list(a.shape), "dims": _lists(a.dims), "saves": a.saves}
+            a.path: {
+                "name": names.get(a.path, a.name),
+                "shape": list(a.shape),
+                "dims": _lists(a.dims),
+                "saves": a.saves,
+            }
             for a in annotations
         }
 
@@ -197,7 +217,8 @@ def _lists(dims: Dims) -> list[list[str]]:
 
 def _annotated(where: str, name: str, entry: Any, mesh: Mapping[str, int]) -> Annotated:
     shape, dims = _checked(where, entry, mesh)
-    return Annotated(name, shape, dims, _number(f"{where}: saves", entry.get("saves", 0.0)))
+    saves, called = _number(f"{where}: saves", entry.get("saves", 0.0)), entry.get("name", "")
+    return Annotated(name, shape, dims, saves, printable(str(called)))
 
 
 def _inside(where: str, entry: Any, mesh: Mapping[str, int]) -> AnnotatedInside:

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from gshard.autosharding.layout.annotations import Annotated, Group, groups
+from gshard.autosharding.layout.annotations import Annotated, Group, groups, names_of
 from gshard.forecast.report import Forecast
 from gshard.graph.readable import duration, size, table
 from gshard.pages import lines
@@ -52,7 +50,7 @@ def summary(layout: Any) -> str:
         f"no layout takes less than {duration(layout.bound)} (gap {100 * layout.gap:.1f}%)",
     ]
     found = [*groups(layout.annotations), *groups(layout.inside)]
-    names = _names(layout)
+    names = names_of(layout)
     lines += [_line(group, names) for group in found] or ["  no annotations"]
     if layout.results:
         lines.append(f"  {len(layout.results)} results are sharded like the arguments they replace")
@@ -76,21 +74,11 @@ def as_table(layout: Any) -> str:
     return f"<p>{heading}</p>" + (table(heads, rows) if rows else "")
 
 
-def _names(layout: Any) -> dict[str, str]:
-    """What the user's function calls its arguments, by their paths: `p['w']`, not `[0]['w']`."""
-    if layout.lowered is None:
-        return {}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(layout.lowered.in_info)
-    called = layout.lowered._own().subject.argument_names
-    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    return {p: n for p, n in zip(paths, called, strict=False) if n} if called else {}
-
-
 def _line(group: Group, names: Mapping[str, str]) -> str:
     """One line for annotations that are alike."""
     first = group[0]
     if isinstance(first, Annotated):
-        first = dataclasses.replace(first, path=names.get(first.path, first.path))
+        first = dataclasses.replace(first, name=names.get(first.path, first.name))
     more = f", and {len(group) - 1} more like it" if len(group) > 1 else ""
     saves = f", saves {duration(first.saves)}" if first.saves > 0 else ""
     return f"  {first}{more}{saves}"

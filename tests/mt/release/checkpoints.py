@@ -5,6 +5,7 @@ import io
 import json
 
 import numpy as np
+import pytest
 import sentencepiece
 from safetensors.numpy import save_file
 
@@ -112,3 +113,11 @@ def write(folder, given, arrays, words):
     (folder / "sentencepiece.bpe.model").write_bytes(pieces())
     for name, content in words.items():
         (folder / name).write_text(json.dumps(content))
+
+
+def transformers_4():
+    """`transformers`; a test without it, or with a later one, is skipped."""
+    found = pytest.importorskip("transformers")  # of the extra `export`
+    if int(found.__version__.split(".")[0]) > 4:
+        pytest.skip("transformers 5 sends the tokens of NllbMoe to experts 0 and 1 alone")
+    return found

@@ -17,6 +17,7 @@ from gshard.mt.training.checkpoint import Checkpoints
 from gshard.mt.training.loading import load_model
 from gshard.nn import Batch
 from gshard.nn.config import GatingConfig
+from tests.mt.release.checkpoints import transformers_4
 from tests.mt.samples import sentence
 from tests.nn import models
 
@@ -47,7 +48,7 @@ def made(folder, tokenizer, **changes):
 
 
 def opened(folder):
-    transformers = pytest.importorskip("transformers")  # of the extra `export`
+    transformers = transformers_4()
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
     return model.eval(), transformers.AutoTokenizer.from_pretrained(folder)
 

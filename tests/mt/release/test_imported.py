@@ -27,6 +27,7 @@ from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model
 from gshard.mt.training.names import named
 from gshard.nn import Batch
+from tests.mt.release.checkpoints import transformers_4
 from tests.mt.release.test_huggingface import KINDS, made
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
@@ -47,7 +48,7 @@ SPARSE = {"num_experts": 4, "router_dtype": "float32", "moe_eval_capacity_token_
 
 def checkpoint(folder, kind, **changes):
     """A model of transformers with random weights; its biases and scales are random too."""
-    transformers = pytest.importorskip("transformers")  # of the extra `export`
+    transformers = transformers_4()
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     if kind == "dense":

@@ -13,7 +13,7 @@ from gshard.mt.errors import UserError
 from gshard.mt.release.imported import import_model
 from gshard.mt.run import Run
 from gshard.mt.serving.service import Service
-from tests.mt.release.checkpoints import pieces
+from tests.mt.release.checkpoints import pieces, transformers_4
 from tests.mt.release.test_imported import checkpoint
 from tests.mt.samples import sentence
 
@@ -25,7 +25,7 @@ SYMBOLS = [1, 3, 0, 2]  # their ids of gshard's first four
 
 def saved(folder, family):
     """A checkpoint with its tokenizer: both as `transformers` has them."""
-    transformers = pytest.importorskip("transformers")  # of the extra `export`
+    transformers = transformers_4()
     torch = pytest.importorskip("torch")
     folder.mkdir()
     spm = folder / "sentencepiece.bpe.model"
