@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.checking.exact import field
-from gshard.checking.exact.number import UNKNOWN, Exact, Value, at, beside, is_float, plain, spread
+from gshard.checking.exact.number import (
+    UNKNOWN,
+    Exact,
+    Value,
+    at,
+    beside,
+    by_parts,
+    is_float,
+    plain,
+    spread,
+)
 from gshard.checking.exact.pointwise import bits_of
 from gshard.checking.tiles import Tiling
 
@@ -51,7 +61,7 @@ def gap_between(got: Value, wanted: Value, tiling: Tiling, active: Any, dtype: A
         needed = min(there.sum_bits, bits_of(dtype)) if is_float(dtype) else 0
         if proved and here.sum_bits < needed:  # a reduction may come after the operator
             why = f"summed in {here.sum_bits} bits instead of {needed}"
-        bad = np.not_equal(here.r, there.r) if proved else _apart(here.f, there.f, dtype)
+        bad = np.not_equal(here.one, there.one) if proved else _apart(here.f, there.f, dtype)
         if there.sum_bits == UNKNOWN:  # exact numbers have no NaN for this, as for log(-1)
             bad = bad & ~np.isnan(there.f)
     else:
@@ -86,10 +96,15 @@ def adopted(got: Value, wanted: Value, tiling: Tiling, proved: bool) -> Value:
         return wanted if tiling.sharding.manual else tiling.cut(wanted)
     if proved:
         return got
-    count, manual = tiling.count, tiling.sharding.manual
-    r = spread(wanted if manual else tiling.cut(wanted), count).r
-    if tiling.sharding.unreduced and not manual:
-        own, (total, first) = np.array(spread(got, count).r), tiling.reduced(got)
-        own[first] = field.sub(r[first], field.sub(total.r, own[first]))
-        r = own
-    return replace(spread(got, count), r=r)
+    manual = tiling.sharding.manual
+    own, right = (spread(x, tiling.count) for x in (got, wanted if manual else tiling.cut(wanted)))
+    if manual or not tiling.sharding.unreduced:
+        return replace(own, r=right.r, e=right.e)
+    total, first = tiling.reduced(got)
+
+    def mended(part: np.ndarray, sums: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        part = np.array(part)
+        part[first] = field.sub(wanted[first], field.sub(sums, part[first]))
+        return part
+
+    return replace(own, **by_parts(mended, own, total, right))

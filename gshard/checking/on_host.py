@@ -53,12 +53,26 @@ class OnHost:
         rows = [[np.zeros_like(x) for x in some] if row is None else row for row in rows]
         return [np.stack(column) for column in zip(*rows, strict=True)]
 
+    def on_all(
+        self, key: Any, function: Callable[..., list[Any]], operands: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """The results of a function of what one device has, on all devices at once.
+
+        Functions with equal keys, which may have an equation, are the same.
+        """
+        axes = [0 if len(x) > 1 else None for x in operands]
+        key = tuple(signature(k) if isinstance(k, JaxprEqn) else k for k in (*key, tuple(axes)))
+        given = [x if axis == 0 else x[0] for x, axis in zip(operands, axes, strict=True)]
+        batched = jax.vmap(function, axes) if 0 in axes else function
+        with without_mesh(), jax.default_device(host()):
+            made = map(np.asarray, self._compiled_for(key, batched)(*given))
+        return [x if 0 in axes else x[None] for x in made]
+
     def _function(self, eqn: JaxprEqn) -> Callable[..., Any]:
-        key = signature(eqn)
-        found = self._compiled.pop(key, None)
-        if found is None:
-            found = jax.jit(lambda *xs: list(bind(eqn, xs)))
-        self._compiled[key] = found
+        return self._compiled_for(signature(eqn), lambda *xs: list(bind(eqn, xs)))
+
+    def _compiled_for(self, key: Hashable, function: Callable[..., Any]) -> Callable[..., Any]:
+        self._compiled[key] = found = self._compiled.pop(key, None) or jax.jit(function)
         if len(self._compiled) > KEPT:
             del self._compiled[next(iter(self._compiled))]
         return found
@@ -88,3 +102,6 @@ def signature(eqn: JaxprEqn) -> Hashable:
 def host() -> jax.Device:
     """The device that local work is done on."""
     return jax.local_devices(backend="cpu")[0]
+
+
+on_host = OnHost()

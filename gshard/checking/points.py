@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gshard._jax import prng_impl
 from gshard.checking.exact import field
-from gshard.checking.exact.number import Exact, Value, constant, drawn, is_float
+from gshard.checking.exact.number import Exact, Value, by_parts, constant, drawn, is_float
 from gshard.checking.replaying.emitted import Emitted
 from gshard.checking.tiles import logical
 from gshard.tensors.keys import is_key_type
@@ -41,7 +42,11 @@ def at_random(emitted: Emitted, given: Sequence[Any] = ()) -> Iterator[list[Valu
 def _random(aval: Any, given: Any, rng: np.random.Generator) -> Value:
     if is_float(aval.dtype):
         shape = (1, *aval.shape)
-        return Exact(rng.normal(size=shape), rng.integers(0, field.P, shape, np.uint64))
+        f = rng.normal(size=shape)
+        if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            f = f + 1j * rng.normal(size=shape)
+        draw = lambda _: rng.integers(0, field.P, shape, np.uint64)  # noqa: E731
+        return Exact(f, **by_parts(draw, Exact(f, f, f)))
     if hasattr(given, "__array__") and given.shape == aval.shape:
         return constant(logical(given))
     if is_key_type(aval.dtype):
@@ -49,4 +54,6 @@ def _random(aval: Any, given: Any, rng: np.random.Generator) -> Value:
         return constant(jax.random.split(key, aval.shape) if aval.shape else key)
     if np.dtype(aval.dtype).kind == "b":
         return rng.integers(0, 2, (1, *aval.shape)).astype(bool)
-    return constant(rng.integers(0, 4, aval.shape).astype(aval.dtype))
+    # Rows that are looked up should exist; a scalar may be where a slice begins.
+    most = 4 if aval.shape else 2 ** rng.integers(8)
+    return constant(rng.integers(0, most, aval.shape).astype(aval.dtype))

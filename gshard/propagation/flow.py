@@ -97,7 +97,10 @@ class Flow:
         self.dims: dict[Any, Dims] = {}  # by these keys
         self.loops: dict[Jaxpr, Loop | None] = {}  # the program, and the bodies of its loops
         self.offers: dict[Any, Any] = {}  # the splits that operators pass on (`spread`)
-        self._add(jaxpr)
+        known = -1
+        while known != len(self.manual):  # what a loop begins with may turn out to be manual, too
+            known, self.edges = len(self.manual), []
+            self._add(jaxpr)
         for var, sharding in fixed.items():
             if var in self.given and var not in self.manual:  # a rewrite may have removed it
                 self.given[var], self.closed[var] = sharding.splits, set(range(sharding.rank))

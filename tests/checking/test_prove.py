@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from typer.testing import CliRunner
 
 import gshard
@@ -75,6 +76,19 @@ def test_groups_of_different_sizes_and_constants():
         return jnp.fft.rfft2(jnp.cumsum(x, 0)) * x.sum(), w[rows]
 
     report = gshard.prove(fn, struct(6, 3), struct(7, 2), devices=D)
+    assert report.exact, report
+
+
+def test_complex_numbers_are_ordered_by_their_parts():
+    """Real parts are equal, and devices compare these first and the others after that."""
+
+    def fn(x):
+        z = gshard.split(lax.complex(jnp.ones_like(x), x), 0, D)
+        return z.max(0), z.min(0), (z * z.conj()).real.sum()
+
+    lowered = gshard.jit(fn, devices=D).lower(struct(64, 65536))
+    assert len([c for c in lowered.collectives if c.kind == "all_reduce"]) >= 4
+    report = lowered.prove()
     assert report.exact, report
 
 

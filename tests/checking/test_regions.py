@@ -276,3 +276,22 @@ def test_rows_that_are_not_exchanged(plant):
     report = gshard.check(lambda *a: dropless(*a), *dropless_arguments(EVEN), devices=D)
     assert report.first is not None
     assert report.first.source == line_of(dropless, 3)
+
+
+def test_what_a_loop_of_a_region_begins_with_is_used_by_others():
+    """Zeros of the shape of a tile are values of the region, since the loop's are; so are rows."""
+
+    def ring(q):
+        zeros = jnp.zeros_like(q)
+        turn = [(n, (n + 1) % 8) for n in range(8)]
+
+        def run(_, carry):
+            total, first, tile = carry
+            return total + first[:, None], first + tile[:, 0], lax.ppermute(tile, "d", turn)
+
+        return lax.fori_loop(0, 8, run, (zeros, zeros[:, 0], q))[0]
+
+    of_all = jax.sharding.Mesh(np.array(jax.devices()[:D]), ("d",))
+    fn = jax.shard_map(ring, mesh=of_all, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    report = gshard.check(fn, random_array((16, 4)), devices=D)
+    assert report.exact, report

@@ -126,19 +126,6 @@ def mul(a: Array, b: Array) -> Array:
     return reduced(a0)
 
 
-def power(a: Array, exponent: int) -> Array:
-    """A whole power; negative ones are powers of the inverse."""
-    if exponent < 0:
-        return power(inverse(a), -exponent)
-    result = np.ones_like(a)
-    while exponent:
-        if exponent & 1:
-            result = mul(result, a)
-        a = mul(a, a) if exponent > 1 else a
-        exponent >>= 1
-    return result
-
-
 def inverse(a: Array) -> Array:
     """Inverses; 0 for 0. One is computed, of the product of all; the others are products."""
     levels = [np.where(a == 0, u64(1), a).ravel()]

@@ -6,21 +6,22 @@ and shared bits have, stay.
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from gshard.checking.exact import field
 from gshard.checking.exact.number import (
     Exact,
-    Move,
     Value,
     alike,
     at,
     beside,
+    by_parts,
     chosen,
     constant,
     exact,
@@ -29,9 +30,9 @@ from gshard.checking.exact.number import (
     moved,
     of_array,
     plain,
-    spread,
 )
-from gshard.checking.exact.pointwise import POINTWISE, bits_of, larger, smaller
+from gshard.checking.exact.pointwise import bits_of, larger, mul, neg, smaller
+from gshard.checking.on_host import on_host
 
 
 def _view(move: Callable[[JaxprEqn, np.ndarray], np.ndarray]) -> Callable[..., Value]:
@@ -74,165 +75,93 @@ def _concatenate(eqn: JaxprEqn, *parts: Value) -> Value:
 
 
 def _pad(eqn: JaxprEqn, a: Value, fill: Value) -> Value:
-    """Rows added, or taken away, at the ends of dims and between their rows."""
-    config = eqn.params["padding_config"]
-
-    def pad(both: Sequence[np.ndarray]) -> np.ndarray:
-        x, value = both
-        value = value.reshape(value.shape[0], *(1,) * len(config), *value.shape[1:])
-        for dim, (low, high, inner) in enumerate(config, 1):
-            size = x.shape[dim]
-            rows = np.arange(low + high + size + max(size - 1, 0) * inner) - low
-            own = (rows % (inner + 1) == 0) & (rows >= 0) & (rows < size * (inner + 1))
-            if own.all() and len(rows) == size:
-                continue
-            own_shape = [len(rows) if d == dim else 1 for d in range(x.ndim)]
-            if size:
-                x = np.take(x, np.where(own, rows // (inner + 1), 0), dim)
-            else:
-                x = np.zeros((*x.shape[:dim], len(rows), *x.shape[dim + 1 :]), x.dtype)
-            x = np.where(own.reshape(own_shape), x, value)
-        return x
-
-    return joined(pad, alike([a, fill]))
+    places = positions(eqn, lambda n: lax.pad(n, np.int32(-1), eqn.params["padding_config"]))
+    return _filled(_taken_at(a, eqn, places), places, fill)
 
 
 def _iota(eqn: JaxprEqn, *_: Value) -> Value:
     shape, dim, dtype = (eqn.params[k] for k in ("shape", "dimension", "dtype"))
     sizes = [n if d == dim else 1 for d, n in enumerate(shape)]
     numbers = np.broadcast_to(np.arange(shape[dim]).reshape(sizes), shape)[None]
-    return of_array(numbers.astype(np.float64 if is_float(dtype) else dtype))
+    wide = np.complex128 if np.dtype(dtype).kind == "c" else np.float64
+    return of_array(numbers.astype(wide if is_float(dtype) else dtype))
 
 
 # ------------------------------------------------------------------------ by index
 
 
-class _Windows:
-    """The elements that a gather reads, or a scatter writes: an index for each dim of the array.
+def positions(eqn: JaxprEqn, move: Any, *indices: np.ndarray) -> np.ndarray:
+    """Where the first operand's elements go: JAX moves their numbers, on all devices at once."""
+    shape = eqn.invars[0].aval.shape
 
-    Windows have these `sizes` and begin at `starts`, which has numbers for the dims in `mapped` in
-    its last dim. Its other dims are at `batch_at` of what is read or written, and those of windows,
-    without the dims in `gone`, at the other places.
-    """
+    def numbers(*indices: Any) -> Any:
+        return move(np.arange(math.prod(shape), dtype=np.int32).reshape(shape), *indices)
 
-    def __init__(
-        self,
-        starts: np.ndarray,
-        shape: Sequence[int],
-        sizes: Sequence[int],
-        window_at: Sequence[int],
-        mapped: Sequence[int],
-        gone: Sequence[int] = (),
-        batching: tuple[Sequence[int], Sequence[int]] = ((), ()),
-        clip: bool = True,
-    ):
-        self.count, *batch = starts.shape[:-1]
-        rank = len(batch) + len(window_at)
-        batch_at = [d for d in range(rank) if d not in window_at]
-
-        def along(rows: np.ndarray) -> np.ndarray:
-            """An array of the batch dims, in their places."""
-            places = [1] * rank
-            for place, size in zip(batch_at, rows.shape[1:], strict=True):
-                places[place] = size
-            return rows.reshape(rows.shape[0], *places)
-
-        self.valid = np.ones((1, *(1,) * rank), bool)
-        self.index: list[np.ndarray] = []
-        windows = iter(window_at)
-        for dim, (whole, size) in enumerate(zip(shape, sizes, strict=True)):
-            start = np.zeros((1, *(1,) * len(batch)), np.int64)
-            if dim in mapped:
-                start = starts[..., list(mapped).index(dim)].astype(np.int64)
-            elif dim in batching[0]:
-                other = batching[1][list(batching[0]).index(dim)]
-                around = [batch[other] if b == other else 1 for b in range(len(batch))]
-                start = np.arange(batch[other]).reshape(1, *around)
-            if not clip:
-                self.valid = self.valid & along((start >= 0) & (start <= whole - size))
-            rows = along(np.clip(start, 0, max(whole - size, 0)))
-            if dim not in gone and dim not in batching[0]:
-                place = next(windows)
-                offsets = [size if d == place else 1 for d in range(rank)]
-                rows = rows + np.arange(size).reshape(1, *offsets)
-            self.index.append(rows)
-
-    def read(self, a: Value, out: Sequence[int]) -> Value:
-        """The elements of `a`, as an array of shape `out`."""
-        if 0 in out:
-            return moved(lambda x: np.zeros((len(x), *out), x.dtype), a)
-        count = max(len(plain(a)), self.count)
-        index = (np.arange(count).reshape(count, *(1,) * len(out)), *self.index)
-        return moved(lambda x: np.broadcast_to(x, (count, *x.shape[1:]))[index], a)
-
-    def write(
-        self, a: Value, shape: Sequence[int], updates: Value, given: Sequence[int], put: Any
-    ) -> Value:
-        """`a` of this `shape`, after `put(flat, where, new)` of the updates."""
-        if 0 in given or 0 in shape:
-            return a
-        count = max(len(plain(a)), self.count, len(plain(updates)))
-        full = (count, *given)
-        own = np.arange(count).reshape(count, *(1,) * len(given))
-        index = tuple(np.broadcast_to(x, full) for x in (own, *self.index))
-        where = np.ravel_multi_index(index, (count, *shape)).ravel()
-        valid = np.broadcast_to(self.valid, full).ravel()
-        flat, new = (
-            moved(_flattening(1 + len(s)), spread(v, count))
-            for v, s in ((a, shape), (updates, given))
-        )
-        if not valid.all():
-            new, where = at(new, valid), where[valid]
-        return moved(lambda x: x.reshape(count, *shape, *x.shape[1:]), put(flat, where, new))
+    (found,) = on_host.on_all((eqn, len(indices)), lambda *xs: [numbers(*xs)], indices)
+    return found
 
 
-def _flattening(dims: int) -> Move:
-    return lambda x: x.reshape(-1, *x.shape[dims:])
+def _taken_at(a: Value, eqn: JaxprEqn, places: np.ndarray) -> Value:
+    """The elements of an operand at these places; any element for -1."""
+    shape = eqn.invars[0].aval.shape
+    if 0 in shape or 0 in places.shape:
+        return moved(lambda x: np.zeros((len(x), *places.shape[1:], *_rest(eqn, x)), x.dtype), a)
+
+    def take(x: np.ndarray) -> np.ndarray:
+        flat = x.reshape(len(x), math.prod(shape), *_rest(eqn, x))
+        if len(places) == 1:
+            return flat[:, places[0]]
+        own = np.arange(len(places)).reshape(-1, *(1,) * (places.ndim - 1))
+        return flat[own if len(flat) > 1 else 0, places]
+
+    return moved(take, a)
 
 
-def _starts(starts: Sequence[Value], rank: int) -> np.ndarray:
-    return np.stack([x.astype(np.int64) for x in alike(starts[:rank])], -1)
+def _filled(found: Value, places: np.ndarray, fill: Value) -> Value:
+    """Elements that have no place are `fill`, a scalar."""
+    if (places >= 0).all():
+        return found
+    dims = (1,) * (places.ndim - 1)
+    wide = moved(lambda x: x.reshape(len(x), *dims, *x.shape[1:]), fill)
+    return chosen(places >= 0, *alike([found, wide]))
+
+
+def _written_at(eqn: JaxprEqn, a: Value, new: Value, places: np.ndarray, put: Any) -> Value:
+    """`a`, after `put(eqn, flat, where, new)` of `new` at these places; none for -1."""
+    shape = eqn.invars[0].aval.shape
+    if 0 in places.shape or 0 in shape:
+        return a
+    a, new = alike([a, new, places])[:2]
+    count, size = len(plain(a)), math.prod(shape)
+    where = (np.arange(count)[:, None] * size + places.reshape(len(places), -1)).ravel()
+    valid = np.broadcast_to(places, (count, *places.shape[1:])).ravel() >= 0
+    flat = moved(lambda x: x.reshape(-1, *_rest(eqn, x)), a)
+    new = at(moved(lambda x: x.reshape(-1, *x.shape[places.ndim :]), new), valid)
+    made = put(eqn, flat, where[valid], new)
+    return moved(lambda x: x.reshape(count, *shape, *x.shape[1:]), made)
 
 
 def _dynamic_slice(eqn: JaxprEqn, a: Value, *starts: Value) -> Value:
-    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
-    if not shape:
-        return a
-    first = _starts(starts, len(shape))
-    if len(first) == 1 and 0 not in sizes:  # the same rows on all devices: a view
-        begin = np.clip(first[0], 0, np.subtract(shape, sizes))
-        return at(a, (slice(None), *map(slice, begin.tolist(), (begin + sizes).tolist())))
-    return _Windows(first, shape, sizes, range(len(shape)), range(len(shape))).read(a, sizes)
+    sizes = eqn.params["slice_sizes"]
+    rank = eqn.invars[0].aval.ndim
+    places = positions(eqn, lambda n, *at: lax.dynamic_slice(n, at, sizes), *starts[:rank])
+    return _taken_at(a, eqn, places)
 
 
 def _dynamic_update_slice(eqn: JaxprEqn, a: Value, part: Value, *starts: Value) -> Value:
-    shape, sizes = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-    if not shape:
-        return part
-    first, dims = _starts(starts, len(shape)), range(len(shape))
-    return _Windows(first, shape, sizes, dims, dims).write(a, shape, part, sizes, _written)
-
-
-def _clips(eqn: JaxprEqn) -> bool:
-    """Whether indices that are out of bounds are clamped; they are left out otherwise."""
-    return "FILL_OR_DROP" not in str(eqn.params["mode"]).upper()
+    sizes = eqn.invars[1].aval.shape
+    places = positions(eqn, lambda n, *at: lax.dynamic_slice(n, at, sizes), *starts)
+    return _written_at(eqn, a, part, places, _written)
 
 
 def _gather(eqn: JaxprEqn, a: Value, indices: np.ndarray) -> Value:
-    q, aval = eqn.params["dimension_numbers"], eqn.outvars[0].aval
-    windows = _Windows(
-        indices, eqn.invars[0].aval.shape, eqn.params["slice_sizes"], q.offset_dims,
-        q.start_index_map, q.collapsed_slice_dims,
-        (q.operand_batching_dims, q.start_indices_batching_dims), _clips(eqn),
-    )  # fmt: skip
-    out = aval.shape
-    if 0 in eqn.invars[0].aval.shape and 0 not in out:  # all indices are out of bounds
-        return constant(np.full(out, _fill(eqn)).astype(aval.dtype))
-    found = windows.read(a, out)
-    if windows.valid.all():
-        return found
+    q = {k: v for k, v in eqn.params.items() if k != "fill_value"}
+    places = positions(eqn, lambda n, i: lax.gather_p.bind(n, i, **q, fill_value=-1), indices)
+    aval = eqn.outvars[0].aval
+    if 0 in eqn.invars[0].aval.shape:  # all indices are out of bounds
+        places = np.full_like(places, -1)
     fill = constant(np.asarray(_fill(eqn)).astype(aval.dtype))
-    return chosen(windows.valid, found, moved(lambda x: x.reshape((1,) * found.ndim), fill))
+    return _filled(_taken_at(a, eqn, places), places, fill)
 
 
 def _fill(eqn: JaxprEqn) -> Any:
@@ -246,21 +175,22 @@ def _fill(eqn: JaxprEqn) -> Any:
 
 
 def _scatter(eqn: JaxprEqn, a: Value, indices: np.ndarray, updates: Value) -> Value:
-    q = eqn.params["dimension_numbers"]
-    shape, given = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
+    """Updates are written where a gather of the same windows would read."""
+    q, given = eqn.params["dimension_numbers"], eqn.invars[2].aval.shape
     gone = (*q.inserted_window_dims, *q.operand_batching_dims)
     kept = iter(q.update_window_dims)
-    sizes = [1 if d in gone else given[next(kept)] for d in range(len(shape))]
-    windows = _Windows(
-        indices, shape, sizes, q.update_window_dims, q.scatter_dims_to_operand_dims,
-        q.inserted_window_dims, (q.operand_batching_dims, q.scatter_indices_batching_dims),
-        _clips(eqn),
+    sizes = [1 if d in gone else given[next(kept)] for d in range(eqn.invars[0].aval.ndim)]
+    numbers = lax.GatherDimensionNumbers(
+        q.update_window_dims, q.inserted_window_dims, q.scatter_dims_to_operand_dims,
+        q.operand_batching_dims, q.scatter_indices_batching_dims,
     )  # fmt: skip
+    how: dict[str, Any] = {"mode": eqn.params["mode"], "fill_value": -1}
+    places = positions(eqn, lambda n, i: lax.gather(n, i, numbers, sizes, **how), indices)
     put = _PUT[eqn.primitive.name.replace("-", "_")]
-    return windows.write(a, shape, updates, given, functools.partial(put, eqn))
+    return _written_at(eqn, a, updates, places, put)
 
 
-def _written(flat: Value, where: np.ndarray, new: Value) -> Value:
+def _written(eqn: JaxprEqn, flat: Value, where: np.ndarray, new: Value) -> Value:
     """The last of several updates of an element stays."""
 
     def put(both: Sequence[np.ndarray]) -> np.ndarray:
@@ -271,13 +201,12 @@ def _written(flat: Value, where: np.ndarray, new: Value) -> Value:
     return joined(put, [flat, new])
 
 
-def _added(eqn: JaxprEqn, flat: Value, where: np.ndarray, new: Value) -> Value:
-    sums = np.array(plain(flat))
-    np.add.at(sums, where, plain(new))
-    if not isinstance(flat, Exact):
-        return sums
+def _added(eqn: JaxprEqn, flat: Exact, where: np.ndarray, new: Exact) -> Exact:
+    sums = np.array(flat.f)
+    np.add.at(sums, where, new.f)
     bits = min(flat.sum_bits, new.sum_bits, bits_of(eqn.outvars[0].aval.dtype))
-    return exact(sums, field.add_at(flat.r, where, new.r), flat, new, sum_bits=bits)
+    parts = by_parts(lambda into, part: field.add_at(into, where, part), flat, new)
+    return exact(sums, flat, new, **parts, sum_bits=bits)
 
 
 def _combined(combine: Callable[[Value, Value], Value]) -> Callable[..., Value]:
@@ -287,7 +216,7 @@ def _combined(combine: Callable[[Value, Value], Value]) -> Callable[..., Value]:
         while where.size:
             _, first = np.unique(where, return_index=True)
             rows = where[first]
-            flat = _written(flat, rows, combine(at(flat, rows), at(new, first)))
+            flat = _written(eqn, flat, rows, combine(at(flat, rows), at(new, first)))
             left = np.setdiff1d(np.arange(where.size), first)
             where, new = where[left], at(new, left)
         return flat
@@ -296,9 +225,9 @@ def _combined(combine: Callable[[Value, Value], Value]) -> Callable[..., Value]:
 
 
 _PUT: dict[str, Callable[..., Value]] = {
-    "scatter": lambda eqn, *xs: _written(*xs), "scatter_add": _added, "scatter_in_order": _added,
-    "scatter_sub": lambda eqn, a, i, new: _added(eqn, a, i, POINTWISE["neg"](eqn, new)),
-    "scatter_mul": _combined(lambda a, b: POINTWISE["mul"](None, a, b)),
+    "scatter": _written, "scatter_add": _added, "scatter_in_order": _added,
+    "scatter_sub": lambda eqn, a, i, new: _added(eqn, a, i, neg(eqn, new)),
+    "scatter_mul": _combined(lambda a, b: mul(None, a, b)),
     "scatter_max": _combined(larger), "scatter_min": _combined(smaller),
 }  # fmt: skip
 
@@ -310,11 +239,11 @@ def ranked(value: Value, axis: int) -> np.ndarray:
     """Numbers by which values are sorted along an axis."""
     if not isinstance(value, Exact):
         return value
-    f = np.real(value.f) if np.iscomplexobj(value.f) else value.f
-    order = np.lexsort((value.r, f), axis=axis)
-    f, r = (np.take_along_axis(x, order, axis) for x in (f, value.r))
+    parts = (value.f.imag, value.f.real) if value.is_complex else (value.f,)
+    order = np.lexsort((value.one, *parts), axis=axis)
+    r = np.take_along_axis(value.one, order, axis)
     # Numbers that are equal in the field are equal, whatever rounding did: they get one place.
-    new = np.ones(f.shape, np.int64)
+    new = np.ones(r.shape, np.int64)
     after, before = (_along(axis, slice(*ends)) for ends in ((1, None), (None, -1)))
     new[after] = r[after] != r[before]
     places = np.empty_like(new)
@@ -349,8 +278,8 @@ MOVING: dict[str, Callable[..., Any]] = {
     "transpose": _view(lambda eqn, a: _reordered(a, eqn.params["permutation"])),
     "rev": _view(lambda eqn, a: np.flip(a, tuple(1 + d for d in eqn.params["dimensions"]))),
     "broadcast_in_dim": _view(_broadcast), "slice": _view(_slice), "concatenate": _concatenate,
-    "pad": _pad, "iota": _iota, "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice, "gather": _gather, "sort": _sort,
-    "top_k": _top_k, "approx_top_k": _top_k,
-    **{name.replace("_", mark): _scatter for name in _PUT for mark in "_-"},
+    "pad": _pad, "dynamic_slice": _dynamic_slice, "dynamic_update_slice": _dynamic_update_slice,
+    "gather": _gather, "scatter": _scatter, "sort": _sort, "top_k": _top_k, "approx_top_k": _top_k,
+    "iota": _iota,
 }  # fmt: skip
+OF_FLOATS = {name.replace("_", mark): _scatter for name in _PUT for mark in "_-"}

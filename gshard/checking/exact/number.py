@@ -21,14 +21,15 @@ from gshard.tensors.keys import is_key
 
 EXACT_SUM = 99  # bits of a sum that was never rounded
 UNKNOWN = -1  # the bits of a sum that nothing is proved about
-IMAGINARY = field.element("i")  # complex numbers are sums with this factor
+_I = field.element("i")
 _NAN, _INF = field.element("nan"), field.element("inf")
 _POISON = field.key_of("padding")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Exact:
-    """Floats `f`, and elements `r` of the field.
+    """Floats `f`, and elements `r` of the field; a complex number's are those of its parts, `r` and
+    `e`.
 
     `exp` of a number is the root of the field to the power of a hash of it. For a difference from a
     maximum, `e` has the difference of the hashes in place of that: exp(a - b) is exp(a) / exp(b).
@@ -49,6 +50,12 @@ class Exact:
     shape = property(lambda self: self.f.shape)
     ndim = property(lambda self: self.f.ndim)
     dtype = property(lambda self: self.f.dtype)
+    is_complex = property(lambda self: self.f.dtype.kind == "c")
+
+    @property
+    def one(self) -> np.ndarray:
+        """An element of the field for each number, complex ones included."""
+        return field.add(self.r, field.mul(_I, self.e)) if self.is_complex else self.r
 
 
 Value = Any  # np.ndarray | Exact
@@ -60,27 +67,40 @@ def is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def exact(f: np.ndarray, r: np.ndarray, *of: Value, **more: Any) -> Exact:
+def exact(f: np.ndarray, *of: Value, r: np.ndarray, e: Any = None, **more: Any) -> Exact:
     """The result of an operator: all infinities of one sign are one in the field, and all NaNs."""
     finite = np.isfinite(f)
     if not finite.all():
         odd = np.where(np.isnan(f), _NAN, np.where(np.real(f) > 0, _INF, field.neg(_INF)))
-        r = np.where(finite, r, odd)
+        r, e = np.where(finite, r, odd), None if e is None else np.where(finite, e, field.u64(0))
     bits = min((x.sum_bits for x in of if isinstance(x, Exact)), default=EXACT_SUM)
     degree = max((x.degree for x in of if isinstance(x, Exact)), default=1.0)
-    return Exact(f, r, **{"sum_bits": bits, "degree": degree, **more})
+    return Exact(f, r, e, **{"sum_bits": bits, "degree": degree, **more})
+
+
+def by_parts(fn: Callable[..., np.ndarray], *xs: Exact) -> dict[str, Any]:
+    """A linear function in the field, of both parts of complex numbers."""
+    e = fn(*(x.e for x in xs)) if xs[0].is_complex else None
+    return {"r": fn(*(x.r for x in xs)), "e": e}
+
+
+def times(product: Callable[..., np.ndarray], a: Exact, b: Exact) -> dict[str, Any]:
+    """A product in the field: of elements, or of matrices."""
+    if not a.is_complex:
+        return {"r": product(a.r, b.r)}
+    r = field.sub(product(a.r, b.r), product(a.e, b.e))
+    return {"r": r, "e": field.add(product(a.r, b.e), product(a.e, b.r))}
 
 
 def of_array(array: np.ndarray) -> Value:
     """Floats as the rationals that they are; anything else is itself."""
     if not is_float(array.dtype):
         return array
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        f = array.astype(np.complex128)
-        real, imag = (field.of_floats(np.nan_to_num(x)) for x in (f.real, f.imag))
-        return exact(f, field.add(real, field.mul(IMAGINARY, imag)))
-    f = array.astype(np.float64)
-    return exact(f, field.of_floats(np.where(np.isfinite(f), f, 0.0)))
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    f = array.astype(np.complex128 if is_complex else np.float64)
+    parts = (f.real, f.imag) if is_complex else (f,)
+    known = [field.of_floats(np.where(np.isfinite(x), x, 0.0)) for x in parts]
+    return exact(f, r=known[0], e=known[1] if is_complex else None)
 
 
 def floats(value: Any) -> np.ndarray:
@@ -122,9 +142,9 @@ def at(value: Value, index: Any) -> Value:
     return moved(lambda a: a[index], value)
 
 
-def reshaped(value: Value, order: Sequence[int], shape: Sequence[int]) -> Value:
-    """A value with its dims in another order, and then of another shape."""
-    return moved(lambda a: a.transpose(order).reshape(shape), value)
+def reshaped(value: Value, order: Sequence[int], shape: Sequence[int] = ()) -> Value:
+    """A value with its dims in another order, and then of another shape, if one is given."""
+    return moved(lambda a: a.transpose(order).reshape(shape or a.transpose(order).shape), value)
 
 
 def joined(join: Callable[[Sequence[np.ndarray]], np.ndarray], values: Sequence[Value]) -> Value:
@@ -209,13 +229,15 @@ def drawn(values: Any, rng: np.random.Generator) -> Value:
     moving = np.isfinite(f) & (same | (f != np.rint(np.real(f))))
     size = np.where(f == 0, 1e-7, f)
     near = f + np.where(moving, size * rng.random(shape) * 1e-7, 0)
-    return Exact(near, np.where(moving, rng.integers(0, field.P, shape, np.uint64), known.r))
+    draw = lambda part: np.where(moving, rng.integers(0, field.P, shape, np.uint64), part)  # noqa: E731
+    return Exact(near, **by_parts(draw, known))
 
 
 def poison(shape: Sequence[int], like: Value) -> Value:
     """What padding has: no result may depend on it."""
     if isinstance(like, Exact):
-        return replace(like, f=np.full(shape, np.nan), r=np.full(shape, _NAN), e=None)
+        nan = replace(like, f=np.full(shape, np.nan, like.dtype), e=None)
+        return replace(nan, **by_parts(lambda *_: np.full(shape, _NAN), nan))
     if is_float(like.dtype):
         return np.full(shape, np.nan, like.dtype)
     garbage = field.mixed(_POISON, np.arange(int(np.prod(shape)), dtype=np.uint64))

@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from gshard.checking.exact import field
-from gshard.checking.exact.moving import MOVING
+from gshard.checking.exact.moving import MOVING, OF_FLOATS
 from gshard.checking.exact.number import (
     UNKNOWN,
     Exact,
     Value,
+    by_parts,
     exact,
     integers,
     is_float,
     of_array,
     plain,
+    reshaped,
+    times,
 )
-from gshard.checking.exact.pointwise import KEEPS_BITS, POINTWISE, aligned, opaque
+from gshard.checking.exact.pointwise import (
+    KEEPS_BITS,
+    OF_ANY,
+    POINTWISE,
+    aligned,
+    converted,
+    opaque,
+)
 from gshard.checking.exact.sums import SUMS
-from gshard.checking.on_host import OnHost
+from gshard.checking.on_host import on_host
+from gshard.graph.evaluate import bind
 from gshard.rules.pointwise import POINTWISE as ON_ELEMENTS
+from gshard.tensors.devices import lookup_p
+from gshard.tensors.keys import is_key_type
 
 # Functions of a matrix, or of more: of the last two dims of their first operand.
 _SOLVERS = (
@@ -33,41 +48,66 @@ _SOLVERS = (
     "geqrf", "geqp3", "schur", "hessenberg", "tridiagonal", "tridiagonal_solve",
     "lu_pivots_to_permutation", "symmetric_product",
 )  # fmt: skip
+# NumPy's functions that are JAX's on integers, which XLA need not compile here.
+_QUICK: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "convert_element_type": np.asarray,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+}  # fmt: skip
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print", "mark")
-_on_host = OnHost()
 
 
 def local(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[Value]:
     """The results of an equation that sends nothing."""
     name = eqn.primitive.name
-    if name in POINTWISE:
-        if name not in KEEPS_BITS:
-            pairs = zip(operands, eqn.invars, strict=True)
-            operands = [integers(x, a.aval.dtype) if _is_bits(x) else x for x, a in pairs]
-        operands = aligned(operands) if len(eqn.outvars) == 1 else operands
-    if operator := _OPERATORS.get(name):
-        made = operator(eqn, *operands)
-        return made if isinstance(made, list) else [made]
+    if name in ON_ELEMENTS and name not in KEEPS_BITS:
+        pairs = zip(operands, eqn.invars, strict=True)
+        operands = [integers(x, a.aval.dtype) if _is_bits(x) else x for x, a in pairs]
+    if operator := _OF_ANY.get(name):
+        return _listed(operator(eqn, *_aligned(eqn, operands)))
+    with_floats = any(isinstance(x, Exact) for x in operands)
+    if not with_floats and not any(is_float(v.aval.dtype) for v in eqn.outvars):
+        return _of_integers(eqn, operands, active)
+    if operator := _OF_FLOATS.get(name):
+        return _listed(operator(eqn, *_aligned(eqn, operands)))
     if name in _CALLBACKS:
         return [_hash_of_all(eqn, operands, n, ()) for n in range(len(eqn.outvars))]
     if name in _SOLVERS:
         return _solved(eqn, operands)
-    if name in ON_ELEMENTS and any(isinstance(x, Exact) for x in operands):
+    if name in ON_ELEMENTS and with_floats:
         return [opaque(eqn, *aligned(operands))]
     made = _run(eqn, operands, active)
-    if not any(isinstance(x, Exact) for x in operands):
-        return made
-    return [_doubtful(x, n, eqn) for n, x in enumerate(made)]
+    return [_doubtful(x, n, eqn) for n, x in enumerate(made)] if with_floats else made
+
+
+def _aligned(eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
+    return aligned(operands) if eqn.primitive.name in ON_ELEMENTS else operands
+
+
+def _listed(made: Any) -> list[Value]:
+    return made if isinstance(made, list) else [made]
 
 
 def _is_bits(value: Value) -> bool:
     return isinstance(value, Exact) and value.bits is not None
 
 
+def _of_integers(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[Value]:
+    """Integers are themselves: JAX's own operator, on all devices at once if that is possible."""
+    if function := _QUICK.get(eqn.primitive.name):
+        return [np.asarray(function(*aligned(operands))).astype(eqn.outvars[0].aval.dtype)]
+    of_keys = any(is_key_type(a.aval.dtype) for a in (*eqn.invars, *eqn.outvars))
+    if eqn.effects or of_keys or eqn.primitive is lookup_p:
+        return on_host.on_each(eqn, operands, active)
+    return on_host.on_all((eqn,), lambda *xs: list(bind(eqn, xs)), operands)
+
+
 def _run(eqn: JaxprEqn, operands: Sequence[Value], active: Any = None) -> list[Value]:
     """An operator on the floats that control, in their own types, on each device in turn."""
     on = np.ones(max((len(plain(x)) for x in operands), default=1), bool)
-    made = _on_host.on_each(eqn, [plain(x) for x in operands], on if active is None else active)
+    made = on_host.on_each(eqn, [plain(x) for x in operands], on if active is None else active)
     return [of_array(x) for x in made]
 
 
@@ -77,7 +117,8 @@ def _doubtful(made: Value, number: int, eqn: JaxprEqn) -> Value:
         return made
     numbers = np.arange(made.r[0].size, dtype=np.uint64).reshape(made.r[0].shape)
     r = field.hashed(field.key_of(eqn.primitive.name, number, id(eqn)), numbers)
-    return Exact(made.f, np.broadcast_to(r, made.f.shape), sum_bits=UNKNOWN)
+    parts = by_parts(lambda part: np.broadcast_to(r, made.shape), made)
+    return Exact(made.f, **parts, sum_bits=UNKNOWN)
 
 
 # ------------------------------------------------------------------------ functions of all elements
@@ -87,7 +128,7 @@ def _solved(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
     """Unknown functions of a matrix, for each of a batch."""
     batch = tuple(range(1, operands[0].ndim - 2))
     return [
-        exact(made.f, _hash_of_all(eqn, operands, n, batch).r, *operands)
+        replace(_hash_of_all(eqn, operands, n, batch), f=made.f)
         if isinstance(made, Exact)
         else made
         for n, made in enumerate(_run(eqn, operands))
@@ -96,7 +137,7 @@ def _solved(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
 
 def _digest(value: Value, batch: Sequence[int]) -> np.ndarray:
     """A hash of all that is behind the batch dims, with as many dims as the operand."""
-    r = value.r if isinstance(value, Exact) else field.of_integers(value)
+    r = value.one if isinstance(value, Exact) else field.of_integers(value)
     rest = tuple(d for d in range(1, r.ndim) if d not in batch)
     sizes = [r.shape[d] if d in rest else 1 for d in range(r.ndim)]
     weights = np.arange(math.prod(sizes), dtype=np.uint64).reshape(sizes)
@@ -114,40 +155,52 @@ def _hash_of_all(
     sizes = [1 if d < kept else n for d, n in enumerate((1, *aval.shape))]
     index = np.arange(math.prod(sizes), dtype=np.uint64).reshape(sizes)
     known = {k: v for k, v in eqn.params.items() if not callable(v)}
-    key = field.key_of(eqn.primitive.name, number, str(sorted(known.items(), key=str)))
-    r = field.hashed(key, index, *parts)
-    r = np.broadcast_to(r, (max((len(plain(x)) for x in operands), default=1), *aval.shape))
+    name = (eqn.primitive.name, number, str(sorted(known.items(), key=str)))
+    count = max((len(plain(x)) for x in operands), default=1)
+    made = [field.hashed(field.key_of(*name, part), index, *parts) for part in range(2)]
+    r, e = (np.broadcast_to(x, (count, *aval.shape)) for x in made)
     if not is_float(aval.dtype):
         return (r % field.u64(2)).astype(aval.dtype)
-    return exact(r.astype(np.float64) / 2.0**61, r, *operands)
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        return exact(r.astype(np.complex128) / 2.0**61, *operands, r=r, e=e)
+    return exact(r.astype(np.float64) / 2.0**61, *operands, r=r)
+
+
+def _hashes(shape: Sequence[int], *of: Any, more: Any = ()) -> Exact:
+    """An array of unknown complex numbers."""
+    numbers = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
+    r, e = (field.hashed(field.key_of(*of, part), numbers, *more) for part in range(2))
+    return Exact(np.zeros(r.shape, np.complex128), r, e)
 
 
 def _fourier(eqn: JaxprEqn, a: Exact) -> Exact:
     """A Fourier transform: a linear function, with a matrix of hashes for each dim."""
-    lengths, r = eqn.params["fft_lengths"], a.r
-    last, kind = a.ndim - 1, lax.FftType(eqn.params["fft_type"]).name
+    lengths, last = eqn.params["fft_lengths"], a.ndim - 1
+    kind, made = lax.FftType(eqn.params["fft_type"]).name, converted(a, np.dtype(np.complex128))
     for number, dim in enumerate(range(a.ndim - len(lengths), a.ndim)):
-        rows, columns = r.shape[dim], eqn.outvars[0].aval.shape[dim - 1]
         # Only the last dim is of real numbers: the others are transforms like any other.
         key = kind if dim == last else kind.replace("RFFT", "FFT")
-        numbers = np.arange(rows * columns, dtype=np.uint64).reshape(rows, columns)
-        matrix = field.hashed(field.key_of("fft", key, lengths[number]), numbers)
-        r = np.moveaxis(field.matmul(np.moveaxis(r, dim, -1), matrix), -1, dim)
-    return exact(plain(_run(eqn, [a])[0]), r, a)
+        size = (made.shape[dim], eqn.outvars[0].aval.shape[dim - 1])
+        rows = reshaped(made, [d for d in range(a.ndim) if d != dim] + [dim])
+        parts = times(field.matmul, rows, _hashes(size, "fft", key, lengths[number]))
+        parts = {k: np.moveaxis(x, -1, dim) for k, x in parts.items()}
+        made = Exact(np.zeros(parts["r"].shape, np.complex128), **parts)
+    f = plain(_run(eqn, [a])[0])
+    return exact(f, a, r=made.r, e=made.e if f.dtype.kind == "c" else None)
 
 
 def _triangular_solve(eqn: JaxprEqn, a: Exact, b: Exact) -> Exact:
     """Linear in the right side: a product with an unknown matrix, which is a function of `a`."""
-    size = a.shape[-1]
-    numbers = np.arange(size * size, dtype=np.uint64).reshape(size, size)
     settings = {k: v for k, v in eqn.params.items() if k != "left_side"}
-    key = field.key_of("triangular_solve", str(sorted(settings.items())))
-    matrix = field.hashed(key, numbers, _digest(a, range(1, a.ndim - 2)))
-    sides = (matrix, b.r) if eqn.params["left_side"] else (b.r, matrix)
+    key, digest = str(sorted(settings.items())), _digest(a, range(1, a.ndim - 2))
+    matrix = _hashes((a.shape[-1],) * 2, "triangular_solve", key, more=(digest,))
+    matrix = matrix if b.is_complex else Exact(matrix.f.real, matrix.r)
+    sides = (matrix, b) if eqn.params["left_side"] else (b, matrix)
     made = plain(_run(eqn, [a, b])[0])
-    return exact(made, field.matmul(*sides), a, b, degree=b.degree + 1)
+    return exact(made, a, b, **times(field.matmul, *sides), degree=b.degree + 1)
 
 
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    **POINTWISE, **MOVING, **SUMS, "fft": _fourier, "triangular_solve": _triangular_solve,
+_OF_ANY: dict[str, Callable[..., Any]] = {**OF_ANY, **MOVING}
+_OF_FLOATS: dict[str, Callable[..., Any]] = {
+    **POINTWISE, **OF_FLOATS, **SUMS, "fft": _fourier, "triangular_solve": _triangular_solve,
 }  # fmt: skip

@@ -19,11 +19,11 @@ from scipy import special
 
 from gshard.checking.exact import field
 from gshard.checking.exact.number import (
-    IMAGINARY,
     Exact,
     Move,
     Value,
     beside,
+    by_parts,
     chosen,
     exact,
     exponents,
@@ -33,6 +33,7 @@ from gshard.checking.exact.number import (
     of_array,
     on_distinct,
     plain,
+    times,
 )
 
 Operator = Callable[..., Value]
@@ -53,83 +54,81 @@ def bits_of(dtype: Any) -> int:
 # ------------------------------------------------------------------------ the ring
 
 
-def _ring(on_floats: Any, in_field: Any, degree: Callable[..., float], on_integers: Any) -> Any:
+def _ring(on_floats: Any, degree: Callable[..., float], in_field: Any, *first: Any) -> Operator:
     """An operator that the field has."""
 
-    def operator(eqn: JaxprEqn | None, *xs: Value) -> Value:
-        if not isinstance(xs[0], Exact):
-            return np.asarray(on_integers(*xs)).astype(xs[0].dtype)
-        r = in_field(*(x.r for x in xs))
-        return exact(on_floats(*(x.f for x in xs)), r, *xs, degree=degree(x.degree for x in xs))
+    def operator(eqn: JaxprEqn | None, *xs: Exact) -> Exact:
+        f = on_floats(*(x.f for x in xs))
+        return exact(f, *xs, **in_field(*first, *xs), degree=degree(x.degree for x in xs))
 
     return operator
 
 
-def _over(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return field.mul(a, on_distinct(field.inverse, b))
+def _over(a: Exact, b: Exact) -> dict[str, Any]:
+    if not a.is_complex:
+        return {"r": field.mul(a.r, on_distinct(field.inverse, b.r))}
+    norm = field.inverse(field.add(field.mul(b.r, b.r), field.mul(b.e, b.e)))
+    conjugate = replace(b, r=field.mul(b.r, norm), e=field.mul(field.neg(b.e), norm))
+    return times(field.mul, a, conjugate)
 
 
-def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Rounded towards zero; all bits are set for a division by zero."""
-    safe = np.where(b == 0, 1, b)
-    return np.where(b == 0, ~np.zeros((), a.dtype), (a - np.fmod(a, safe)) // safe)
+add = _ring(np.add, max, by_parts, field.add)
+mul = _ring(np.multiply, sum, times, field.mul)
+_div = _ring(np.divide, sum, _over)
+neg = _ring(np.negative, max, by_parts, field.neg)
+_minus = _ring(np.subtract, max, by_parts, field.sub)
 
 
-add = _ring(np.add, field.add, max, np.add)
-mul = _ring(np.multiply, field.mul, sum, np.multiply)
-_div = _ring(np.divide, _over, sum, _quotient)
-_neg = _ring(np.negative, field.neg, max, np.negative)
-_minus = _ring(np.subtract, field.sub, max, np.subtract)
-
-
-def sub(eqn: JaxprEqn | None, a: Value, b: Value) -> Value:
+def sub(eqn: JaxprEqn | None, a: Exact, b: Exact) -> Exact:
     """The difference; from a maximum, of the exponents too."""
     made = _minus(eqn, a, b)
-    if isinstance(a, Exact) and (a.is_max or b.is_max):
+    if (a.is_max or b.is_max) and not a.is_complex:
         return replace(made, e=field.sub_exponents(exponents(a), exponents(b)))
     return made
 
 
-def _rem(eqn: JaxprEqn, a: Value, b: Value) -> Value:
-    if not isinstance(a, Exact):
-        return np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b))).astype(a.dtype)
+def _rem(eqn: JaxprEqn, a: Exact, b: Exact) -> Exact:
     return _minus(eqn, a, mul(eqn, b, of_array(np.trunc(_div(eqn, a, b).f))))
 
 
-def _integer_pow(eqn: JaxprEqn, a: Value) -> Value:
-    power = eqn.params.get("y", 2)
-    of_field: Move = lambda r: on_distinct(lambda x: field.power(x, power), r)  # noqa: E731
-    return _ring(
-        lambda f: f ** float(power), of_field, lambda d: sum(d) * max(abs(power), 1),
-        lambda x: x**power,
-    )(eqn, a)  # fmt: skip
+def _integer_pow(eqn: JaxprEqn, a: Exact) -> Exact:
+    power, found = eqn.params.get("y", 2), a
+    ones = of_array(np.ones((1,) * a.ndim, a.dtype))
+    for bit in bin(abs(power))[3:]:
+        found = mul(eqn, found, found)
+        found = mul(eqn, found, a) if bit == "1" else found
+    return found if power > 0 else _div(eqn, ones, found) if power else mul(eqn, ones, ones)
 
 
 # ------------------------------------------------------------------------ functions
 
 
 def _exp(eqn: JaxprEqn, a: Exact) -> Exact:
+    if a.is_complex:
+        return unknown("exp", np.exp)(eqn, a)
     f = np.exp(a.f)
     r = on_distinct(field.root_to, exponents(a))
     r = np.where(f == 0, field.u64(0), r)  # far below what any type has
-    return exact(f, r, a, degree=1.0)
+    return exact(f, a, r=r, degree=1.0)
 
 
 def unknown(name: str, fn: Callable[..., np.ndarray] | None = None) -> Operator:
     """An unknown function of its operands: a hash of them; floats of `fn`, if known."""
 
     def operator(eqn: JaxprEqn, *operands: Value) -> Value:
-        key = field.key_of(name)
-        of = [x.r if isinstance(x, Exact) else field.of_integers(x) for x in operands]
-        r = field.hashed(key, *of)
+        of = [x.one if isinstance(x, Exact) else field.of_integers(x) for x in operands]
+        is_complex = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating)
+        keys = [field.key_of(name, part) for part in range(1 + is_complex)]
         if len(of) == 1:
-            r = on_distinct(lambda x: field.hashed(key, x), of[0])
-        any_float = r.astype(np.float64) / 2.0**61
+            made = [on_distinct(functools.partial(field.hashed, k), of[0]) for k in keys]
+        else:
+            made = [field.hashed(k, *of) for k in keys]
+        any_float = made[0].astype(np.complex128 if is_complex else np.float64) / 2.0**61
         f = any_float if fn is None else np.asarray(fn(*map(plain, operands)))
         if np.isnan(f).any():  # as of log(-1): a number like others, so that all are compared
             known = [np.isnan(x.f) for x in operands if isinstance(x, Exact)]
             f = np.where(np.isnan(f) & ~functools.reduce(np.logical_or, known), any_float, f)
-        return exact(f, r, *operands, degree=1.0)
+        return exact(f, *operands, r=made[0], e=made[1] if is_complex else None, degree=1.0)
 
     return operator
 
@@ -140,18 +139,14 @@ def opaque(eqn: JaxprEqn, *operands: Value) -> Value:
     return unknown(eqn.primitive.name + str(sorted(kept.items(), key=str)))(eqn, *operands)
 
 
-def _linear(factor: Any, fn: Move) -> Operator:
-    """A linear function that the field does not have: a product with a constant."""
-    return lambda eqn, a: exact(fn(a.f), field.mul(a.r, factor), a)
-
-
 def _complex(eqn: JaxprEqn, a: Exact, b: Exact) -> Exact:
-    return exact(a.f + 1j * b.f, field.add(a.r, field.mul(IMAGINARY, b.r)), a, b)
+    r, e = np.broadcast_arrays(a.r, b.r)
+    return exact(a.f + 1j * b.f, a, b, r=r, e=e)
 
 
-# A number is its real part, and `IMAGINARY` times the other part.
-_REAL, _PRIME = field.element("real"), int(field.P)
-_IMAG = field.u64((1 - int(_REAL)) * pow(int(IMAGINARY), -1, _PRIME) % _PRIME)
+def _conj(eqn: JaxprEqn, a: Exact) -> Exact:
+    a = converted(a, np.dtype(np.complex128))
+    return exact(np.conj(a.f), a, r=a.r, e=field.neg(a.e))
 
 
 # ------------------------------------------------------------------------ decisions
@@ -161,11 +156,12 @@ def below(a: Value, b: Value) -> np.ndarray:
     """Whether a < b."""
     if not isinstance(a, Exact) or not isinstance(b, Exact):
         return _whole(a, b) < _whole(b, a)
-    differs, apart = a.r != b.r, np.abs(a.f - b.f)
+    one, other = a.one, b.one
+    differs, apart = one != other, np.abs(a.f - b.f)
     near = np.isfinite(apart) & (apart <= _TIE * (np.abs(a.f) + np.abs(b.f)))
     if near.any():
         Ties.count += int(np.count_nonzero(near & differs & (apart > 0)))
-    return np.where(near | (a.f == b.f), a.r < b.r, (a.f < b.f) & differs)
+    return np.where(near | (a.f == b.f), one < other, (a.f < b.f) & differs)
 
 
 def _whole(a: Value, other: Value) -> np.ndarray:
@@ -175,7 +171,7 @@ def _whole(a: Value, other: Value) -> np.ndarray:
 def equal(a: Value, b: Value) -> np.ndarray:
     """Whether a == b."""
     if isinstance(a, Exact) and isinstance(b, Exact):
-        return (a.r == b.r) & ~np.isnan(a.f)
+        return (a.one == b.one) & ~np.isnan(a.f)
     return np.asarray(_whole(a, b) == _whole(b, a))
 
 
@@ -194,7 +190,7 @@ def smaller(a: Value, b: Value) -> Value:
 
 
 def _extreme(fn: Any, loses: Callable[[Value, Value], np.ndarray], a: Value, b: Value) -> Value:
-    if not isinstance(a, Exact):
+    if not isinstance(a, Exact):  # as devices have them
         return fn(a, b)
     first = (~loses(a, b) & ~np.isnan(b.f)) | np.isnan(a.f)
     return replace(chosen(first, a, b), is_max=True)
@@ -222,7 +218,7 @@ def rounded(a: Exact, fn: Move) -> np.ndarray:
 
 
 def _decided(fn: Move) -> Operator:
-    return lambda eqn, a: of_array(rounded(a, fn)) if isinstance(a, Exact) else a
+    return lambda eqn, a: of_array(rounded(a, fn))
 
 
 def _round(eqn: JaxprEqn, a: Exact) -> Exact:
@@ -230,36 +226,32 @@ def _round(eqn: JaxprEqn, a: Exact) -> Exact:
     return of_array(rounded(a, np.rint if even else lambda f: np.trunc(f + np.copysign(0.5, f))))
 
 
-def _sign(eqn: JaxprEqn, a: Value) -> Value:
-    if not isinstance(a, Exact) or np.iscomplexobj(a.f):
-        return opaque(eqn, a) if isinstance(a, Exact) else np.sign(a)
-    return of_array(np.where(a.r == 0, 0.0, np.sign(a.f)))
+def _sign(eqn: JaxprEqn, a: Exact) -> Exact:
+    return opaque(eqn, a) if a.is_complex else of_array(np.where(a.r == 0, 0.0, np.sign(a.f)))
 
 
-def _abs(eqn: JaxprEqn, a: Value) -> Value:
-    if not isinstance(a, Exact) or np.iscomplexobj(a.f):
-        return unknown("abs", np.abs)(eqn, a) if isinstance(a, Exact) else np.abs(a)
-    return exact(np.abs(a.f), np.where(a.f < 0, field.neg(a.r), a.r), a)
+def _abs(eqn: JaxprEqn, a: Exact) -> Exact:
+    if a.is_complex:
+        return unknown("abs", np.abs)(eqn, a)
+    return exact(np.abs(a.f), a, r=np.where(a.f < 0, field.neg(a.r), a.r))
 
 
 # ------------------------------------------------------------------------ types
 
 
-def convert(eqn: JaxprEqn, a: Value) -> Value:
-    """Between floats nothing changes; the types in which sums are made are compared apart."""
-    return converted(a, eqn.params["new_dtype"])
-
-
 def converted(a: Value, dtype: Any) -> Value:
-    """A value in another type."""
-    if isinstance(a, Exact) and is_float(dtype):
-        is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
-        return _linear(_REAL, np.real)(None, a) if is_real and np.iscomplexobj(a.f) else a
-    if isinstance(a, Exact):
-        return a.r != 0 if dtype == np.bool_ else _cast(rounded(a, np.trunc), dtype)
-    if is_float(dtype):
-        return Exact(a.astype(np.float64), field.of_integers(a))
-    return a != 0 if dtype == np.bool_ else a.astype(dtype)
+    """A value in another type: between floats nothing changes; the types in which sums are made
+    are compared apart."""
+    if not isinstance(a, Exact):
+        a = Exact(a.astype(np.float64), field.of_integers(a))
+    if not is_float(dtype):
+        return a.one != 0 if dtype == np.bool_ else _cast(rounded(a, np.trunc), dtype)
+    is_complex = bool(jnp.issubdtype(dtype, jnp.complexfloating))
+    if is_complex == a.is_complex:
+        return a
+    if is_complex:
+        return replace(a, f=a.f.astype(np.complex128), e=np.zeros_like(a.r))
+    return exact(a.f.real, a, r=a.r)
 
 
 def _cast(f: np.ndarray, dtype: Any) -> np.ndarray:
@@ -267,7 +259,7 @@ def _cast(f: np.ndarray, dtype: Any) -> np.ndarray:
     info = jnp.iinfo(dtype)
     high = float(info.max)
     high = np.nextafter(high, 0) if high > info.max else high
-    return np.clip(np.nan_to_num(f, nan=0.0), info.min, high).astype(dtype)
+    return np.clip(np.nan_to_num(f.real, nan=0.0), info.min, high).astype(dtype)
 
 
 def _bitcast(eqn: JaxprEqn, a: Value) -> Value:
@@ -286,34 +278,7 @@ def _bitcast(eqn: JaxprEqn, a: Value) -> Value:
 
 def _xor(eqn: JaxprEqn, a: Value, b: Value) -> Value:
     """Bits whose order is changed, and changed back, are still those of the same floats."""
-    tagged = next((x for x in (a, b) if isinstance(x, Exact)), None)
-    return a ^ b if tagged is None else tagged
-
-
-def _shift(fn: Callable[..., np.ndarray], fill: int) -> Operator:
-    def operator(eqn: JaxprEqn, a: np.ndarray, by: np.ndarray) -> np.ndarray:
-        inside = (by >= 0) & (by < a.dtype.itemsize * 8)
-        return np.where(inside, fn(a, np.where(inside, by, 0)), fill * (a < 0)).astype(a.dtype)
-
-    return operator
-
-
-def _logical_right(a: np.ndarray, by: np.ndarray) -> np.ndarray:
-    unsigned = np.dtype(f"u{a.dtype.itemsize}")
-    return (a.view(unsigned) >> by.astype(unsigned)).view(a.dtype)
-
-
-def _threefry(eqn: JaxprEqn, *operands: np.ndarray) -> list[np.ndarray]:
-    """The generator of random bits (Salmon et al., 2011), as XLA need not compile it here."""
-    k0, k1, x0, x1 = aligned(operands)
-    keys = [k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA), k0]
-    x0, x1 = x0 + k0, x1 + k1
-    for turn in range(5):
-        for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[turn % 2]:
-            x0 = x0 + x1
-            x1 = x0 ^ ((x1 << np.uint32(bits)) | (x1 >> np.uint32(32 - bits)))
-        x0, x1 = x0 + keys[turn % 3], x1 + keys[(turn + 1) % 3] + np.uint32(turn + 1)
-    return [x0, x1]
+    return a if isinstance(a, Exact) else b
 
 
 def _same(eqn: JaxprEqn, *operands: Value) -> Value:
@@ -350,16 +315,15 @@ KEEPS_BITS = {*_IDENTITIES, *_COMPARE, "bitcast_convert_type", "xor", "select_n"
 
 POINTWISE: dict[str, Operator] = {
     **{name: unknown(name, fn) for name, fn in _KNOWN.items()},
-    **dict.fromkeys(_IDENTITIES, _same), **{n: _compared(fn) for n, fn in _COMPARE.items()},
-    "add": add, "add_any": add, "sub": sub, "mul": mul, "div": _div, "rem": _rem, "neg": _neg,
+    **{n: _compared(fn) for n, fn in _COMPARE.items()},
+    "add": add, "add_any": add, "sub": sub, "mul": mul, "div": _div, "rem": _rem, "neg": neg,
     "integer_pow": _integer_pow, "square": _integer_pow, "exp": _exp, "complex": _complex,
-    "real": _linear(_REAL, np.real), "imag": _linear(_IMAG, np.imag),
-    "conj": _linear(field.element("conj"), np.conj), "select_n": _select, "sign": _sign,
-    "abs": _abs, "floor": _decided(np.floor), "ceil": _decided(np.ceil), "round": _round,
-    "is_finite": lambda eqn, a: np.isfinite(a.f), "convert_element_type": convert,
-    "bitcast_convert_type": _bitcast, "xor": _xor, "and": _compared(np.bitwise_and),
-    "or": _compared(np.bitwise_or), "not": _compared(np.invert),
-    "threefry2x32": _threefry, "shift_left": _shift(np.left_shift, 0),
-    "shift_right_arithmetic": _shift(np.right_shift, -1),
-    "shift_right_logical": _shift(_logical_right, 0),
+    "real": lambda eqn, a: exact(a.f.real, a, r=a.r), "conj": _conj,
+    "imag": lambda eqn, a: exact(a.f.imag, a, r=a.e), "sign": _sign, "abs": _abs,
+    "floor": _decided(np.floor), "ceil": _decided(np.ceil), "round": _round, "xor": _xor,
+    "is_finite": lambda eqn, a: np.isfinite(a.f),
+    "convert_element_type": lambda eqn, a: converted(a, eqn.params["new_dtype"]),
+    "bitcast_convert_type": _bitcast,
 }  # fmt: skip
+# These are for integers, too.
+OF_ANY: dict[str, Operator] = {**dict.fromkeys(_IDENTITIES, _same), "select_n": _select}

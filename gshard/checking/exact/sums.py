@@ -18,14 +18,15 @@ from gshard.checking.exact.number import (
     Value,
     alike,
     at,
+    by_parts,
     constant,
     exact,
     is_float,
     joined,
     moved,
-    of_array,
     plain,
     reshaped,
+    times,
 )
 from gshard.checking.exact.pointwise import bits_of, converted, larger, mul, smaller
 
@@ -42,8 +43,8 @@ def narrowed(eqn: JaxprEqn, made: Value) -> Value:
 def summed(a: Value, axes: Sequence[int]) -> Value:
     """The sum over some dims; of narrow floats, rounded once, as compilers do."""
     if isinstance(a, Exact):
-        f, r = a.f.sum(tuple(axes)), field.total(a.r, axes)
-        return replace(exact(f, r, a), bits=a.bits)
+        parts = by_parts(lambda part: field.total(part, axes), a)
+        return exact(a.f.sum(tuple(axes)), a, **parts, bits=a.bits)
     narrow = jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize < 4
     if not is_float(a.dtype) or len(axes) > 1:
         return a.sum(tuple(axes), dtype=a.dtype)
@@ -111,35 +112,28 @@ def limit(sign: int) -> Callable[[Any], Any]:
 def _arg(combine: Combine) -> Callable[..., np.ndarray]:
     """Where the largest element is, or the smallest."""
 
-    def operator(eqn: JaxprEqn, a: Value) -> np.ndarray:
+    def operator(eqn: JaxprEqn, a: Exact) -> np.ndarray:
         (axis,) = _axes(eqn)
         best = moved(lambda x: np.expand_dims(x, axis), folded(combine, a, axis))
-        found = a.r == best.r if isinstance(a, Exact) else a == best
-        return found.argmax(axis).astype(eqn.params["index_dtype"])
+        return (a.one == best.one).argmax(axis).astype(eqn.params["index_dtype"])
 
     return operator
 
 
-def _cumsum(eqn: JaxprEqn, a: Value) -> Value:
+def _cumsum(eqn: JaxprEqn, a: Exact) -> Value:
     axis = 1 + eqn.params["axis"]
     flip: Move = (lambda x: np.flip(x, axis)) if eqn.params["reverse"] else (lambda x: x)
-    if isinstance(a, Exact):
-        f, r = np.cumsum(flip(a.f), axis), field.running_total(flip(a.r), axis)
-        return narrowed(eqn, exact(flip(f), flip(r), a))
-    return flip(np.cumsum(flip(a), axis, dtype=a.dtype))
+    parts = by_parts(lambda part: flip(field.running_total(flip(part), axis)), a)
+    return narrowed(eqn, exact(flip(np.cumsum(flip(a.f), axis)), a, **parts))
 
 
 def _dot_general(eqn: JaxprEqn, a: Value, b: Value) -> Value:
-    dtype = eqn.outvars[0].aval.dtype
-    if isinstance(a, Exact) or isinstance(b, Exact):
-        a, b = (converted(x, np.dtype(np.float64)) for x in (a, b))
-    made = product(a, b, *eqn.params["dimension_numbers"])
-    if isinstance(made, Exact):
-        return narrowed(eqn, made)
-    return of_array(made.astype(np.float64 if is_float(dtype) else dtype))
+    is_complex = any(x.dtype.kind == "c" for x in (a, b))
+    a, b = (converted(x, np.dtype(np.complex128 if is_complex else np.float64)) for x in (a, b))
+    return narrowed(eqn, product(a, b, *eqn.params["dimension_numbers"]))
 
 
-def product(a: Value, b: Value, contracted: Any, batch: Any) -> Value:
+def product(a: Exact, b: Exact, contracted: Any, batch: Any) -> Exact:
     """`lax.dot_general` of values with a dim of devices, as one batch of matrix products."""
     a, b = alike([a, b])
     sides, free = [], []
@@ -155,11 +149,10 @@ def product(a: Value, b: Value, contracted: Any, batch: Any) -> Value:
         free += [x.shape[1 + d] for d in rest]
         sides.append(reshaped(x, order, matrix))
     left, right = sides
-    shape = [*plain(left).shape[:-2], *free]
-    if not isinstance(left, Exact):
-        return np.matmul(left.astype(np.int64), right.astype(np.int64)).reshape(shape)
-    f, r = np.matmul(left.f, right.f), field.matmul(left.r, right.r)
-    return exact(f.reshape(shape), r.reshape(shape), a, b, degree=a.degree + b.degree)
+    shape = [*left.shape[:-2], *free]
+    parts = times(lambda x, y: field.matmul(x, y).reshape(shape), left, right)
+    f = np.matmul(left.f, right.f).reshape(shape)
+    return exact(f, a, b, **parts, degree=a.degree + b.degree)
 
 
 SUMS: dict[str, Callable[..., Any]] = {
@@ -167,8 +160,5 @@ SUMS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("dot_general", "leaf_dot"), _dot_general),
     "reduce_prod": _reduced(lambda a, b: mul(None, a, b), lambda dtype: 1),
     "reduce_max": _reduced(larger, limit(-1)), "reduce_min": _reduced(smaller, limit(1)),
-    "reduce_and": _reduced(np.bitwise_and, lambda dtype: ~np.zeros((), dtype)),
-    "reduce_or": _reduced(np.bitwise_or, lambda dtype: 0),
-    "reduce_xor": _reduced(np.bitwise_xor, lambda dtype: 0),
     "argmax": _arg(larger), "argmin": _arg(smaller),
 }  # fmt: skip

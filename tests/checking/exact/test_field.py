@@ -16,8 +16,8 @@ def array(values):
     return np.asarray(values, np.uint64)
 
 
-@given(numbers, st.integers(0, P - 1), st.integers(-9, 9))
-def test_the_ring(values, other, power):
+@given(numbers, st.integers(0, P - 1))
+def test_the_ring(values, other):
     a, b = array(values), array([other] * len(values))
     with np.errstate(over="ignore"):
         assert field.add(a, b).tolist() == [(x + other) % P for x in values]
@@ -25,8 +25,6 @@ def test_the_ring(values, other, power):
         assert field.mul(a, b).tolist() == [x * other % P for x in values]
         assert field.inverse(a).tolist() == [pow(x, P - 2, P) for x in values]
         assert field.total(a, (0,)) == sum(values) % P
-        whole = [pow(x, power, P) if x or power >= 0 else 0 for x in values]
-        assert field.power(a, power).tolist() == whole
         assert field.root_to(a).tolist() == [pow(37, x, P) for x in values]
 
 
