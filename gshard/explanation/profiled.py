@@ -3,6 +3,9 @@
 A trace of `jax.profiler` has the time of every instruction of a compiled program on every device.
 XLA's HLO says which line an instruction is of. A device that is early at a collective waits in it:
 a collective counts with the shortest time among the devices, everything else with the median.
+
+Hardware is fitted to one profile, or to several of different batches at once: then what grows with
+the batch (products, activations) is told from what does not (weights, starts of operators).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import statistics
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,10 @@ from gshard.graph.readable import duration, size
 
 _LINES = 15  # shown
 _SHARE = 0.02  # of the forecast: a resource below it is not fitted
-_PRIOR = 0.05  # the weight of one scale for all resources, against that of the lines
-_TERMS = {"arithmetic": 0, "memory": 1, "links": 2}
+_PRIOR = 0.02  # the weight of one scale for all resources, against that of the lines
+_STEP = 3.0  # the weight of a step's total, against that of a line
+_ROUNDS = 8  # what bounds an operator depends on the fit, and the fit on what bounds it
+_START = 1e-6  # the unit of `operator_seconds` in the equations
 _AROUND = ("while", "conditional", "call")  # instructions whose bodies have times of their own
 
 Work = tuple[str, bool]  # the operators of a line: its collectives, or the others
@@ -51,6 +56,14 @@ class TimedRow:
 
 
 @dataclass(frozen=True)
+class FitSample:
+    """What a profile says of the hardware: seconds of works, and the operators of its forecast."""
+
+    measured: Mapping[Work, float]
+    forecast: Forecast
+
+
+@dataclass(frozen=True)
 class Profile:
     """What was measured compared with what was forecast; prints as one screen."""
 
@@ -62,6 +75,7 @@ class Profile:
     lines: tuple[TimedRow, ...]
     collectives: tuple[TimedRow, ...]
     hardware: Hardware  # with efficiencies fitted to the measured times
+    samples: tuple[FitSample, ...] = field(default=(), repr=False)  # that it is fitted to
 
     def __str__(self) -> str:
         ratio = self.measured / (self.forecast or 1.0)
@@ -85,11 +99,19 @@ class Profile:
                 text.append(f"and {len(rows) - _LINES} more")
         paid = self.hardware.efficiency
         fitted = f"products {paid.products:.3g}, memory {paid.memory:.3g}, links {paid.links:.3g}"
-        return "\n".join([*text, "", f"fitted efficiency: {fitted}"])
+        start = f"{duration(paid.operator_seconds)} to start an operator"
+        return "\n".join([*text, "", f"fitted efficiency: {fitted}; {start}"])
+
+    def fitted_with(self, *others: Profile) -> Profile:
+        """This profile, its hardware fitted to the others as well: to steps of other batches."""
+        samples = (*self.samples, *(sample for other in others for sample in other.samples))
+        return replace(self, samples=samples, hardware=_fitted(samples, self.name))
 
     def as_dict(self) -> dict[str, Any]:
         """Machine-readable."""
-        return asdict(self)
+        found = asdict(replace(self, samples=()))
+        del found["samples"]
+        return found
 
     def hardware_toml(self) -> str:
         """The fitted hardware as a file that `hardware=` and `--hardware` accept."""
@@ -132,9 +154,10 @@ def profile(
     values = [(t.source, t) for t in forecast.values]
     sent = [(f"{t.collective} at {t.source}", t) for t in forecast.operators if t.collective]
     rows = _rows(lines, values)
-    fitted = _fitted(forecast.hardware, works, forecast.values, name)
+    samples = (FitSample(works, forecast),)
     both = sum(seconds.values()), sum(row.forecast for row in rows)
-    return Profile(name, forecast.devices, steps, *both, rows, _rows(sends, sent), fitted)
+    fitted = _fitted(samples, name)
+    return Profile(name, forecast.devices, steps, *both, rows, _rows(sends, sent), fitted, samples)
 
 
 def _kind(place: HloPlace) -> str:
@@ -183,44 +206,71 @@ def _rows(
     return tuple(sorted(rows, key=lambda r: -max(r.measured, r.forecast)))
 
 
-def _fitted(
-    machine: Hardware, measured: Mapping[Work, float], values: Sequence[Timed], name: str
-) -> Hardware:
-    """The hardware whose forecast is nearest to the measured times: least squares, positive.
+def _fitted(samples: Sequence[FitSample], name: str) -> Hardware:
+    """The hardware whose forecasts are nearest to the measured times: least squares, positive.
 
-    A resource that these lines do not tell from others is scaled as the step is.
+    The unknowns are the seconds of products, memory traffic and links, relative to the forecast's,
+    and those to start an operator. A resource that these lines do not tell from others is scaled
+    as the steps are.
     """
-    from scipy.optimize import nnls
-
-    expected: dict[Work, list[float]] = defaultdict(lambda: [0.0] * 4)
-    for t in values:
-        own = expected[t.source, bool(t.collective)]  # products, memory, links, starts
-        own[_TERMS[t.bound]] += (t.alone_seconds - t.start_seconds) * t.count
-        own[3] += t.start_seconds * t.count
-    known = [work for work in measured if work in expected]
-    terms = np.array([expected[work] for work in known]).reshape(-1, 4)
-    times = np.array([measured[work] for work in known])
-    times *= sum(measured.values()) / (times.sum() or 1.0)  # with what XLA added, such as copies
-    sums = terms.sum(0)
-    used = np.flatnonzero(sums >= _SHARE * sums.sum())
-    ratio = times.sum() / (sums.sum() or 1.0)
-    prior = _PRIOR * np.diag(np.linalg.norm(terms, axis=0))[used][:, used]
-    rest = times - np.delete(terms, used, 1).sum(1)
-    scale = np.ones(4)
-    if len(used):
-        rows = np.concatenate([terms[:, used], prior])
-        scale[used] = nnls(rows, np.concatenate([rest, prior.sum(1) * ratio]))[0]
-    scale[scale <= 0] = 1.0
+    machine = samples[0].forecast.hardware
     paid = machine.efficiency
+    found = np.array([1.0, 1.0, 1.0, paid.operator_seconds / _START])
+    for _ in range(_ROUNDS):
+        parts = [_equations(sample, found[:3]) for sample in samples]
+        terms, times = (np.concatenate(part) for part in zip(*parts, strict=True))
+        before, found = found, _solved(terms, times, paid.operator_seconds / _START)
+        if np.allclose(before, found, rtol=1e-3):
+            break
     fitted = replace(
         paid,
-        products=float(paid.products / scale[0]),
-        memory=float(paid.memory / scale[1]),
-        links=float(paid.links / scale[2]),
-        operator_seconds=float(paid.operator_seconds * scale[3]),
+        products=float(paid.products / found[0]),
+        memory=float(paid.memory / found[1]),
+        links=float(paid.links / found[2]),
+        operator_seconds=float(found[3] * _START),
         fitted=f"to profiled steps of {name}",
     )
     return machine.replace(efficiency=fitted)
+
+
+def _equations(sample: FitSample, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Terms and measured times of each line and of the step, relative to the step's time."""
+    # Products, memory, links, starts, and the waits for links, which are not fitted.
+    expected: dict[Work, np.ndarray] = defaultdict(lambda: np.zeros(5))
+    links = sample.forecast.hardware.efficiency.links
+    for whole in sample.forecast.operators:
+        for t in whole.members or (whole,):
+            sending = min(t.link_seconds, t.roofline_seconds / links) if t.collective else 0.0
+            busy = np.array([t.arithmetic_seconds, t.memory_seconds, sending])
+            bound = 2 if t.collective else int(np.argmax(busy * scale))
+            own = expected[t.source, bool(t.collective)]
+            own[bound] += busy[bound] * t.count
+            own[3] += _START * t.count * (t.sent / whole.sent if whole.sent else 1.0)
+            own[4] += (t.link_seconds - sending) * t.count
+    known = [work for work in sample.measured if work in expected]
+    terms = np.array([expected[work] for work in known]).reshape(-1, 5)
+    times = np.array([sample.measured[work] for work in known])
+    total = sum(sample.measured.values())
+    times *= total / (times.sum() or 1.0)  # with what XLA added, such as copies
+    terms = np.vstack([terms, _STEP * sum(expected.values())]) / total
+    return terms[:, :4], np.append(times, _STEP * total) / total - terms[:, 4]
+
+
+def _solved(terms: np.ndarray, times: np.ndarray, start: float) -> np.ndarray:
+    """The four unknowns; a resource with little share of the forecast stays as it is."""
+    from scipy.optimize import nnls
+
+    first = np.array([1.0, 1.0, 1.0, start])
+    sums = terms.sum(0) * first
+    used = np.flatnonzero((sums >= _SHARE * sums.sum()) | (np.arange(4) == 3))
+    ratio = times.sum() / ((terms.sum(0) * first).sum() or 1.0)
+    prior = _PRIOR * np.diag(np.linalg.norm(terms, axis=0))[used]
+    rest = times - np.delete(terms, used, 1) @ np.delete(first, used)
+    if len(used):
+        wanted = np.concatenate([rest, prior @ (first * ratio)])
+        first[used] = nnls(np.vstack([terms[:, used], prior[:, used]]), wanted)[0]
+    first[:3][first[:3] <= 0] = 1.0
+    return first
 
 
 def _toml(value: Any) -> str:
