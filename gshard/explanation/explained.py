@@ -13,6 +13,7 @@ from gshard.explanation.findings import EXPLAINED, QUICK, Findings
 from gshard.explanation.page import page
 from gshard.explanation.text import fix_lines, text
 from gshard.forecast import Forecast
+from gshard.forecast.report import per_second
 from gshard.graph.readable import duration, size, table
 from gshard.pages.template import have_pages
 
@@ -42,7 +43,7 @@ class Explanation(Findings):
         lines = [
             f"<b>{html.escape(self.sentence)}</b>",
             html.escape(self.about),
-            f"{duration(forecast.step_seconds)} a step, {forecast.steps_per_second:.3g} a second",
+            f"{duration(forecast.step_seconds)} per step, {per_second(forecast)} per second",
             f"{held} on each device, {room} {has}",
             self._link(),
         ]

@@ -16,7 +16,7 @@ from gshard.explanation.names import einsums_of, shape
 from gshard.explanation.text import describe, replicated
 from gshard.explanation.why import near
 from gshard.forecast import Forecast
-from gshard.forecast.report import by_function
+from gshard.forecast.report import by_function, time_bars
 from gshard.forecast.time import Timed
 from gshard.graph.readable import duration, size
 from gshard.graph.source import source_of
@@ -254,14 +254,8 @@ def memory_chart(forecast: Forecast, title: str) -> Chart:
 
 def _times(forecast: Forecast, growth: Mapping[int, Forecast] | None) -> dict[str, Any]:
     parts = list(forecast.by(by_function).items())
-    rows = {
-        (name.partition(" ")[2] or name).replace(".<locals>", ""): [
-            ("forecast", p.seconds, duration(p.seconds)),
-            ("at the roofline", p.roofline_seconds, duration(p.roofline_seconds)),
-        ]
-        for name, p in parts[:8]
-    }
-    chart = bars("time by function, and at the roofline", rows)
+    named = {(n.partition(" ")[2] or n).replace(".<locals>", ""): p for n, p in parts[:8]}
+    chart = bars("time by function, and at the roofline", time_bars(named))
     found = {"time_chart": chart.html("time-chart"), "growth_chart": ""}
     found["time_about"] = f"{len(parts)} functions, {duration(forecast.step_seconds)} in all"
     if growth:

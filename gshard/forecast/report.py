@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ class Forecast:
             found.setdefault(key(operator), []).append(operator)
         parts = {name: Total.of(members) for name, members in found.items()}
         if outside := self.hardware.efficiency.step_seconds:
-            parts[OUTSIDE] = Total(outside, 0.0, 0, 0.0, "the host")
+            parts[OUTSIDE] = Total(outside, 0.0, 0.0, 0, 0.0, "the host")
         return dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
 
     def as_dict(self, part: Callable[[Timed], str] | None = None) -> dict[str, Any]:
@@ -142,6 +142,7 @@ class Forecast:
             "parts": {
                 name: {
                     "seconds": p.seconds,
+                    "hidden_seconds": p.hidden_seconds,
                     "roofline_seconds": p.roofline_seconds,
                     "sent_bytes": p.sent,
                     "flops": p.flops,
@@ -163,17 +164,12 @@ class Forecast:
 
     def _repr_html_(self) -> str:
         parts = self.by(by_function)
-        rows = [
-            (name, duration(p.seconds), duration(p.roofline_seconds), size(p.sent), p.bound)
-            for name, p in list(parts.items())[:20]
-        ]
+        rows = [(name, *p.cells) for name, p in list(parts.items())[:20]]
         if len(parts) > len(rows):
             rest = sum(p.seconds for p in list(parts.values())[20:])
-            rows.append((f"{len(parts) - 20} more", duration(rest), "", "", ""))
+            rows.append((f"{len(parts) - 20} more", duration(rest), *[""] * 4))
         lines = "<br>".join(map(html.escape, summary(self)))
-        return f"<p>{lines}</p>" + notebook_table(
-            ("part", "time", "at the roofline", "sent", "bound by"), rows
-        )
+        return f"<p>{lines}</p>" + notebook_table(("part", *_COLUMNS), rows)
 
     def __str__(self) -> str:
         return "\n".join([*summary(self), "", *table(self.by(by_function))])
@@ -184,6 +180,7 @@ class Total:
     """The sum of some operators."""
 
     seconds: float
+    hidden_seconds: float  # of collectives, while other operators run; not in `seconds`
     roofline_seconds: float  # if every operator reached the peak of what bounds it
     sent: int
     flops: float
@@ -197,11 +194,38 @@ class Total:
             bounds[t.bound] = bounds.get(t.bound, 0.0) + t.total_seconds
         return Total(
             float(sum(t.total_seconds for t in operators)),
+            float(sum(t.hidden_seconds * t.count for t in operators)),
             float(sum(t.roofline_seconds * t.count for t in operators)),
             sum(t.sent * t.count for t in operators),
             float(sum(t.flops * t.count for t in operators)),
             max(bounds, key=lambda b: bounds[b]),
         )
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As tables show it: time, hidden time, roofline, bytes sent and the limit."""
+        times = (self.seconds, self.hidden_seconds, self.roofline_seconds)
+        shown = (duration(seconds) if seconds else "" for seconds in times)
+        return (*shown, size(self.sent) if self.sent else "", self.bound)
+
+
+_COLUMNS = ("time", "hidden", "roofline", "sent", "limited by")
+
+
+def time_bars(parts: Mapping[str, Total]) -> dict[str, list[tuple[str, float, str]]]:
+    """The bars of a plot: the time of each part, what of it is hidden, and the roofline."""
+    hides = any(p.hidden_seconds for p in parts.values())
+    return {
+        name: [
+            (series, seconds, duration(seconds) if seconds else "")
+            for series, seconds in (
+                ("forecast", p.seconds),
+                *([("hidden", p.hidden_seconds)] if hides else []),
+                ("at the roofline", p.roofline_seconds),
+            )
+        ]
+        for name, p in parts.items()
+    }
 
 
 def by_function(operator: Timed) -> str:
@@ -219,7 +243,7 @@ def summary(f: Forecast) -> list[str]:
     return [
         f"{f.devices} x {f.hardware.name}, {f.topology.name}",
         *([planned] if f.planned_for else []),
-        f"  step    {duration(f.step_seconds)}, {f.steps_per_second:.3g} steps a second",
+        f"  step    {duration(f.step_seconds)}, {per_second(f)} steps per second",
         *(f"  stages  {pipe}" for pipe in f.pipelines),
         f"  links   {links(f)}",
         f"  memory  {size(f.memory_bytes)} on each device, {room} {size(f.hardware.memory)}: "
@@ -229,15 +253,21 @@ def summary(f: Forecast) -> list[str]:
     ]
 
 
+def per_second(f: Forecast) -> str:
+    """Steps per second, in digits."""
+    rate = f.steps_per_second
+    return f"{rate:.3g}" if rate < 1000 else f"{rate:,.0f}"
+
+
 def links(f: Forecast) -> str:
     """How long communication takes, and how much of it products hide."""
     spent = f.exposed_seconds + f.hidden_seconds
     if not spent:
         return "no communication"
     if not f.hardware.overlaps:
-        return f"{duration(spent)} of communication, none of it overlapped"
+        return f"{duration(spent)} of communication, none of it hidden"
     return (
-        f"{duration(spent)} of communication: {duration(f.hidden_seconds)} overlapped, "
+        f"{duration(spent)} of communication: {duration(f.hidden_seconds)} hidden, "
         f"{duration(f.exposed_seconds)} exposed"
     )
 
@@ -245,12 +275,11 @@ def links(f: Forecast) -> str:
 def table(parts: dict[str, Total], rows: int = 20) -> list[str]:
     """The slowest parts, a line each."""
     width = max(map(len, parts), default=4)
-    lines = [f"{'part':<{width}}  {'time':>9}  {'roofline':>9}  {'sent':>9}  bound by"]
-    for name, p in list(parts.items())[:rows]:
-        lines.append(
-            f"{name:<{width}}  {duration(p.seconds):>9}  {duration(p.roofline_seconds):>9}  "
-            f"{size(p.sent):>9}  {p.bound}"
-        )
+    shown = [("part", *_COLUMNS), *((n, *p.cells) for n, p in list(parts.items())[:rows])]
+    lines = [
+        f"{name:<{width}}  {'  '.join(f'{cell:>9}' for cell in cells)}  {bound}"
+        for name, *cells, bound in shown
+    ]
     if len(parts) > rows:
         rest = sum(p.seconds for p in list(parts.values())[rows:])
         lines.append(f"{len(parts) - rows} more{'':<{max(width - 7, 0)}}  {duration(rest):>9}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from gshard.explanation.page import growth_chart, memory_chart
 from gshard.forecast import Forecast
 from gshard.forecast.collective import collective_seconds
-from gshard.graph.readable import duration
+from gshard.forecast.report import time_bars
 from gshard.models.family import PARTS, part_of
 from gshard.pages import bars, lines
 
@@ -18,15 +18,8 @@ _KINDS = ("all_reduce", "all_to_all", "all_gather")
 
 def plot_forecast(forecast: Forecast, folder: Path, title: str) -> list[Path]:
     """Breakdown against roofline, and memory along the program, of one forecast."""
-    parts = {n: p for n, p in forecast.by(part_of).items() if p.seconds > 0}
-    rows = {
-        name: [
-            ("forecast", parts[name].seconds, duration(parts[name].seconds)),
-            ("at the roofline", p.roofline_seconds, duration(p.roofline_seconds)),
-        ]
-        for name in PARTS
-        if (p := parts.get(name))
-    }
+    parts = forecast.by(part_of)
+    rows = time_bars({name: parts[name] for name in PARTS if name in parts})
     breakdown = bars(f"{title}: time of a step", rows)
     memory = memory_chart(forecast, f"{title}: memory on a device")
     return [breakdown.save(folder / "breakdown.svg"), memory.save(folder / "memory.svg")]

@@ -41,7 +41,7 @@ def test_a_gather_beside_a_product():
     found = low.forecast()
     assert found.exposed_seconds == 0 < found.hidden_seconds
     assert found.step_seconds == pytest.approx(found.serial_seconds - found.hidden_seconds)
-    assert " overlapped, " in str(found)
+    assert " hidden, " in str(found)
     assert "us of it hidden" in str(low.explain(seconds=0))
     assert found.as_dict()["hidden_seconds"] == found.hidden_seconds
 
