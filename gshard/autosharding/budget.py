@@ -8,9 +8,12 @@ wall time.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import NamedTuple
+
+PROGRESS = logging.getLogger("gshard.auto")  # a line for each phase as it begins
 
 # Where work is counted: the seconds of processor time and of wall time that may pass for each
 # second that was given.
@@ -76,6 +79,7 @@ class Budget:
         self.spent = dict.fromkeys(PHASES, 0.0)
         self.phase, self.began = next(iter(PHASES)), clock.done
         self.ended: dict[str, None] = {}  # the phases that are over
+        self._tell()
 
     def share(self, phase: str) -> float:
         """Seconds of work that are set aside for a phase."""
@@ -90,7 +94,16 @@ class Budget:
         """Begin a phase; the one before it ends."""
         self.spent[self.phase] += self.clock.done - self.began
         self.ended[self.phase] = None
-        self.phase, self.began = phase, self.clock.done
+        before, self.phase, self.began = self.phase, phase, self.clock.done
+        if before != phase:
+            self._tell()
+
+    def _tell(self) -> None:
+        number = list(PHASES).index(self.phase) + 1
+        PROGRESS.info(
+            "%s (phase %d of %d, %.0f of %.0f s of work done)",
+            *(self.phase, number, len(PHASES), self.clock.done, self.total),
+        )
 
     @property
     def reserved(self) -> float:

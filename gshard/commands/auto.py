@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,25 @@ from gshard.commands.options import Arguments, Hardware, Json, Plots, Shapes
 from gshard.commands.screen import working
 from gshard.errors import UserError
 from gshard.untrusted import printable_lines
+
+
+class _Phases(logging.Handler):
+    """Says which phase the search has begun, while it is entered."""
+
+    def __init__(self, tell: Callable[[str], None]):
+        super().__init__()
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A line of the search."""
+        self._tell(record.getMessage())
+
+    def __enter__(self) -> None:
+        logging.getLogger("gshard.auto").addHandler(self)
+        logging.getLogger("gshard.auto").setLevel(logging.INFO)
+
+    def __exit__(self, *raised: object) -> None:
+        logging.getLogger("gshard.auto").removeHandler(self)
 
 
 def auto(
@@ -45,7 +66,7 @@ def auto(
         given = given_arguments(shapes, arguments)
         chosen_for = imported(function)
         budget = 60.0 if seconds is None else seconds
-        with working() as tell:
+        with working() as tell, _Phases(tell):
             tell(f"choosing annotations for {devices} devices, about {budget:.0f} seconds")
             layout = gshard.auto(
                 chosen_for,

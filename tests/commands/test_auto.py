@@ -1,6 +1,7 @@
 """`gshard auto`: a layout from the command line, by shapes or by a function that returns them."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -42,7 +43,11 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_layout_by_shapes(folder):
     words = ["auto", "program_of_a_user:layer", "f32[65536,256]", "f32[256,256]"]
-    shown = CliRunner().invoke(app, [*words, "--hardware", "h100", "--explain"]).stdout
+    done = CliRunner().invoke(app, [*words, "--hardware", "h100", "--explain"])
+    shown = done.stdout
+    begun = re.findall(r"^(.*) \(phase (\d) of 7, .* s of work done\)$", done.stderr, re.MULTILINE)
+    assert [name for name, _ in begun][:2] == ["first layouts", "solving"]
+    assert ("removal", "7") in begun
     assert shown.startswith("mesh a=8 on 8 x h100\nforecast: ")
     assert 'x: P("a", None) of 65536x256, saves ' in shown
     assert "considered:" in shown
@@ -65,7 +70,7 @@ def test_the_frontier_as_a_plot(folder):
     assert CliRunner().invoke(app, words).exit_code == 0
     drawn = (folder / "drawn" / "frontier.svg").read_text()
     assert drawn.startswith("<svg")
-    for text in ("What less memory costs", "limit 1 GB", "ms a step", "chosen"):
+    for text in ("Step time and memory", "limit 1 GB", "ms per step", "frontier", "chosen"):
         assert text in drawn
 
 

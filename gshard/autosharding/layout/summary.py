@@ -11,7 +11,7 @@ from typing import Any
 from gshard.autosharding.layout.annotations import Annotated, Group, groups, names_of
 from gshard.forecast.report import Forecast
 from gshard.graph.readable import duration, size, table
-from gshard.pages import lines
+from gshard.pages import ChartAxis, Series, curves
 
 _MOST = 5  # rows of each list
 
@@ -164,7 +164,7 @@ def _binding(layout: Any, forecast: Forecast) -> list[str]:
 
 
 _GB = 1e9
-_CHOSEN, _FRONTIER, _OTHERS = "chosen", "the least time for the memory", "other layouts"
+_SLOWEST = 1.5  # times the slowest of the frontier: the end of the plot
 
 
 def plot(layout: Any, path: Path) -> Path:
@@ -173,18 +173,21 @@ def plot(layout: Any, path: Path) -> Path:
         raise ValueError("a layout that was loaded has no frontier: search again with gshard.auto")
     frontier = [(c.memory_bytes / _GB, 1e3 * c.seconds) for c in layout.frontier]
     every = {(c.memory_bytes / _GB, 1e3 * c.seconds) for c in layout.considered}
-    others = sorted(every - set(frontier))
+    most = _SLOWEST * max(time for _, time in frontier)
+    widest = _SLOWEST * max(memory for memory, _ in frontier)
+    others = sorted((a, b) for a, b in every - set(frontier) if a <= widest and b <= most)
     own = (layout.memory_bytes / _GB, 1e3 * layout.seconds)
-    marks = [(_FRONTIER, *point) for point in frontier]
-    marks += [(_CHOSEN, *own), *((_OTHERS, *point) for point in others)]
-    # Points without a line, each kind with its name at the last one.
-    curves = {_FRONTIER: frontier, _CHOSEN: [own], _OTHERS: others[-1:]}
+    left_out = len(every) - len(frontier) - len(others)
+    more = f"; {left_out} beyond the axes" if left_out > 0 else ""
     limit = f" (limit {layout.limit / _GB:.3g} GB)" if layout.limit else ""
-    chart = lines(
-        "What less memory costs",
-        curves,
-        f"GB on each device{limit}",
-        "ms a step",
-        marks=marks,
+    chart = curves(
+        f"Step time and memory: {len(every)} layouts{more}",
+        [
+            Series(others, colour="var(--s6)", line=False, dots=30.0, faint=True),
+            Series(frontier, "frontier", dots=40.0),
+            Series([own], "chosen", "var(--s1)", line=False, dots=110.0),
+        ],
+        ChartAxis(f"GB on each device{limit}"),
+        ChartAxis("ms per step"),
     )
     return chart.save(path)
