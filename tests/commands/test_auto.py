@@ -110,4 +110,5 @@ def test_errors_are_one_line(folder, capsys, words, message):
     assert ended.value.code == 1
     *before, error = capsys.readouterr().err.splitlines()
     assert message in error
-    assert all(line.startswith("choosing annotations for 8 devices") for line in before)
+    progress = r"choosing annotations for 8 devices.*|.* \(phase \d of 7, .*\)"
+    assert all(re.fullmatch(progress, line) for line in before)
