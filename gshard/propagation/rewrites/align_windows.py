@@ -98,8 +98,7 @@ class _Use(NamedTuple):
     def home(self) -> Home | None:
         """Where the rows are computed so that the fewest rows are sent; None if as they are."""
         d, axes = self.dim, [layer.axes[self.dim] for layer in self.read]
-        steps = {a.stride for a in axes if a.rows > 1}
-        steps |= {a.axes[d].step for a in self.placed if a.axes[d].rows > 1}
+        steps = _apart(self.read, self.placed, d)
         step = steps.pop() if steps else 1
         if steps or step < 1 or (step > 1 and any(a.rows < self.rows for a in axes)):
             return None
@@ -260,7 +259,13 @@ class _WindowGroups:
                 read += [layer for layer in layers if not layer.is_constant]
         found = {}
         for d, n in enumerate(group[0].outvars[0].aval.shape):
-            homes = {(self._size(layer.source, d), self._split(layer.source, d)) for layer in read}
+            rows, ends, apart_by = read, placed, _apart(read, placed, d)
+            if len(apart_by) > 1:  # as if of each tensor there were only the rows that are read
+                rows, ends = ([_thinned(layer, d) for layer in own] for own in (read, placed))
+            homes = {
+                (self._size(n.source, d) * m.axes[d].stride // n.axes[d].stride, self._split(n.source, d))
+                for n, m in zip(read, rows, strict=True)
+            }
             if len(homes) != 1:
                 continue
             ((size, split),) = homes
@@ -268,7 +273,7 @@ class _WindowGroups:
                 continue
             apart = sum(self.shardings[a].splits[d] is not None for a in raw) + other
             cuts = [layer for _, own in cut for layer in own]
-            use = _Use(d, n, size, split, read, placed, apart, cuts)
+            use = _Use(d, n, size, split, rows, ends, apart, cuts)
             if size < n and (placed or other):
                 continue
             if home := use.home():
@@ -391,8 +396,25 @@ def _extended(layer: Layer, dim: int, home: Home, rows: int) -> Layer:
         low = 0 if axis.at == 0 else max(0, home.first + axis.at)
         high = home.size if axis.end == rows else min(home.size, home.first + axis.end)
         return layer.along(dim, Axis(low, max(high - low, 0)))
-    by = home.first + axis.at * home.step - layer.base[dim]  # rows of the source + by
-    low = by if axis.at == 0 else home.first + axis.at
-    high = by + layer.source.aval.shape[dim] if axis.end == rows else home.first + axis.end
+    every = axis.stride // home.step  # rows of the source for one of the large tensor
+    first = layer.base[dim] - every * (home.first + axis.at * home.step)  # for its row 0
+    low = -(first // every) if axis.at == 0 else home.first + axis.at
+    high = -((first - layer.source.aval.shape[dim]) // every)
+    high = high if axis.end == rows else home.first + axis.end
     low, high = max(low, 0), min(high, home.size)
-    return layer.along(dim, Axis(low, max(high - low, 0), dim), low - by)
+    return layer.along(dim, Axis(low, max(high - low, 0), dim, 1, every), first + every * low)
+
+
+def _apart(read: Sequence[Layer], placed: Sequence[Layer], dim: int) -> set[int]:
+    """How far apart the rows are that are read, and those that are written."""
+    found = {n.axes[dim].stride for n in read if n.axes[dim].rows > 1}
+    return found | {n.axes[dim].step for n in placed if n.axes[dim].rows > 1}
+
+
+def _thinned(layer: Layer, dim: int) -> Layer:
+    """A layer of every so many rows as one of neighbours, between tensors of only those rows."""
+    axis = layer.axes[dim]
+    if axis.dim is None:
+        return layer
+    thin = Axis(axis.at // axis.step, axis.rows, axis.dim)
+    return layer.along(dim, thin, layer.base[dim] // axis.stride)
