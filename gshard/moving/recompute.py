@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
+from gshard.graph.row_map import Axis, entire, row_map_p, through, visible
 from gshard.moving import halo
 from gshard.moving.costs import STEP_COST, worked
 from gshard.moving.row_windows import Runs, Windows, plan_windows
@@ -43,6 +45,7 @@ REARRANGING = (
     p.bitcast_convert_type_p,
     p.iota_p,
     p.rev_p,
+    row_map_p,
 )
 
 
@@ -137,6 +140,8 @@ class Made(NamedTuple):
 
     def operands_under(self, target: Sharding) -> list[Sharding] | None:
         """The shardings of the operands for which the result has `target`."""
+        if self.eqn.primitive is row_map_p:  # which may need few of their rows
+            return None
         if target.is_replicated:  # any operator on replicated values
             return [Sharding.replicated(t.sharding.rank, target.num_devices) for t in self.operands]
         dims = self.dims()
@@ -204,6 +209,8 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
     made = tile.value.made if tile.value else None
     if made is None or not depth or made.eqn.primitive is p.rev_p or not made.gives(tile):
         return _sent(rows), directly
+    if made.eqn.primitive is row_map_p:
+        return _painted_border(place, made, rows, depth) or (_sent(rows), directly)
     direct, total, ways = _sent(rows), 0.0, []
     needed = _needed(made, rows) if direct else None
     for need in needed or ():
@@ -228,6 +235,45 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
         return halo.window(place, x, dim, first, rows.width) if width > rows.width else x
 
     return total, recompute
+
+
+def _painted_border(place: Place, made: Made, rows: Rows, depth: int) -> _Way | None:
+    """The one row that tiles need of their neighbours, from the tensor that it was painted with.
+
+    In a recursion that interleaves rows, the last row of a tile is the same on every level: it is
+    sent once, for the level with the fewest rows. None if it is of several tensors.
+    """
+    tile, dim, local = rows.tile, rows.dim, rows.tile.array.shape[rows.dim]
+    tiles, first = len(rows.starts), rows.starts - np.arange(len(rows.starts)) * local
+    before, behind = -int(first[0]), int(first[0]) + rows.width - local
+    if tiles < 2 or (first != first[0]).any() or max(before, 0) + max(behind, 0) != 1:
+        return None
+    border = entire(0, tile.shape).along(
+        dim, Axis(0, tiles - 1, dim, 1, local), local - (before > 0)
+    )
+    found = visible(through(border, made.eqn.params["layers"]))
+    if len(found) != 1 or found[0].size != border.size or found[0].is_constant:
+        return None
+    (layer,) = found
+    source, start = made.operands[layer.source], layer.base[dim]
+    every = source.array.shape[dim]
+    if source.sharding is not tile.sharding or not source.is_standard or every >= local:
+        return None
+    if tiles > 2 and layer.axes[dim].stride != every:
+        return None
+    if any(layer.base[d] or n != tile.shape[d] for d, n in enumerate(source.shape) if d != dim):
+        return None
+    starts = start + (np.arange(tiles) - (before > 0)) * every
+    only = (start, start + (tiles - 2) * every + 1)
+    cost, fetched = _cheapest(place, Rows(source, dim, starts, 1, only), depth)
+
+    def make(reason: Reason) -> jax.Array:
+        low = max(-before, 0)
+        own = lax.slice_in_dim(tile.array, low, low + rows.width - 1, axis=dim)
+        parts = [fetched(reason), own] if before > 0 else [own, fetched(reason)]
+        return lax.concatenate(parts, dim)
+
+    return cost, make
 
 
 def _sent(rows: Rows) -> float:

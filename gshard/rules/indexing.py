@@ -22,7 +22,8 @@ from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
 from gshard.moving.partial import combine_disjoint
-from gshard.rules.base.rule import Context, Doc, Way, on_moved, rule
+from gshard.rules.base.rule import Context, Doc, Linear, Way, on_moved, rule
+from gshard.rules.base.unreduced import in_place
 from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Assignment, Factors
@@ -198,10 +199,34 @@ def gather_ways(
     yield from (way for way in ways if held(way.operands[0]) <= most)
 
 
+def _linear(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
+    """Linear in the table, unless there is a number for what is not in it."""
+    fill = eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP and eqn.params["fill_value"]
+    return () if fill else ((0,),)
+
+
+def _on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+    """Rows of a table that every device has all rows of, up to a sum."""
+    splits, looked_up = tiles[0].sharding.splits, roles_of(eqn).looked_up
+    return None if any(splits[d] for d in looked_up) else in_place(ctx, eqn, tiles)
+
+
+def _gather_local(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: Sequence[Any]
+) -> Sequence[jax.Array]:
+    """From tables with all rows; windows are as long as the tile where they are as their dim."""
+    indices, windows = tiles[1], IndexedWindows(ctx, roles_of(eqn), {}, *tiles)
+    in_order = eqn.params["indices_are_sorted"] and not indices.padded_dims()
+    params = eqn.params | {"slice_sizes": windows.sizes, "indices_are_sorted": in_order}
+    return [eqn.primitive.bind(*(t.array for t in tiles), **params)]
+
+
 @rule(
     p.gather_p,
     factors=gather_factors,
     ways=gather_ways,
+    local=_gather_local,
+    linear=Linear(_linear, _on_unreduced),
     doc=Doc(
         free="batch dims, indices, full windows",
         gather="a dim looked up in: AllReduce or ReduceScatter of the result",
@@ -217,9 +242,7 @@ def _gather(
         return [Tile(jnp.zeros(targets[0].local_shape(shape), dtype), targets[0], shape)]
     windows = IndexedWindows(ctx, roles_of(eqn), way.how.chosen, *tiles)
     if not windows.cut:
-        in_order = eqn.params["indices_are_sorted"] and not windows.indices.padded_dims()
-        params = eqn.params | {"slice_sizes": windows.sizes, "indices_are_sorted": in_order}
-        array = eqn.primitive.bind(*(t.array for t in tiles), **params)
+        (array,) = _gather_local(ctx, eqn, tiles, ())
         return [Tile(array, way.results[0], shape)]
     array, held = _look_up(eqn, windows)
     part = Tile(array, way.results[0], shape, "gather", held)

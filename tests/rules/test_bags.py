@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.oracle import assignments, check, even_split, kinds, random_array, sent
 
-V, M, B, K = 203, 24, 64, 16  # a table of V rows of M numbers, B bags of K rows
+V, M, B, K = 403, 24, 64, 16  # a table of V rows of M numbers, B bags of K rows
 BAG = B * M * 4
 TABLE, BATCH = even_split(2, 0, 8), even_split(2, 0, 8)
 

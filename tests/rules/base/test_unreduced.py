@@ -74,6 +74,8 @@ def test_an_operator_that_was_in_place_before_knows_an_unreduced_operand():
         lambda x: x @ jnp.tri(8, 3),
         lambda x: x[:, ::-1],
         lambda x: jax.scipy.linalg.solve_triangular(jnp.tri(5) + jnp.eye(5), x, lower=True),
+        lambda x: x[jnp.argsort(jnp.cos(jnp.arange(3)))],
+        lambda x: jnp.linalg.solve(jnp.tri(5) + 2 * jnp.eye(5), x),
     ],
 )
 def test_what_a_partial_sum_passes_through(then):
