@@ -48,14 +48,33 @@ _SOLVERS = (
     "geqrf", "geqp3", "schur", "hessenberg", "tridiagonal", "tridiagonal_solve",
     "lu_pivots_to_permutation", "symmetric_product",
 )  # fmt: skip
-# NumPy's functions that are JAX's on integers, which XLA need not compile here.
-_QUICK: dict[str, Callable[..., np.ndarray]] = {
+
+
+def _threefry(*operands: np.ndarray) -> list[np.ndarray]:
+    """The generator of random bits (Salmon et al., 2011)."""
+    k0, k1, x0, x1 = operands
+    keys = [k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA), k0]
+    x0, x1 = x0 + k0, x1 + k1
+    for turn in range(5):
+        for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[turn % 2]:
+            x0 = x0 + x1
+            x1 = x0 ^ ((x1 << np.uint32(bits)) | (x1 >> np.uint32(32 - bits)))
+        x0, x1 = x0 + keys[turn % 3], x1 + keys[(turn + 1) % 3] + np.uint32(turn + 1)
+    return [x0, x1]
+
+
+# JAX's functions on integers, without a compilation.
+_UFUNCS: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal, "convert_element_type": np.asarray,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
 }  # fmt: skip
+_QUICK: dict[str, Callable[..., list[np.ndarray]]] = {
+    "threefry2x32": _threefry,
+    **{name: lambda *xs, fn=fn: [fn(*xs)] for name, fn in _UFUNCS.items()},
+}
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print", "mark")
 
 
@@ -97,7 +116,8 @@ def _is_bits(value: Value) -> bool:
 def _of_integers(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[Value]:
     """Integers are themselves: JAX's own operator, on all devices at once if that is possible."""
     if function := _QUICK.get(eqn.primitive.name):
-        return [np.asarray(function(*aligned(operands))).astype(eqn.outvars[0].aval.dtype)]
+        pairs = zip(function(*aligned(operands)), eqn.outvars, strict=True)
+        return [np.asarray(x).astype(v.aval.dtype) for x, v in pairs]
     of_keys = any(is_key_type(a.aval.dtype) for a in (*eqn.invars, *eqn.outvars))
     if eqn.effects or of_keys or eqn.primitive is lookup_p:
         return on_host.on_each(eqn, operands, active)
