@@ -17,6 +17,7 @@ from gshard import _jax
 from gshard.capture.calls import (
     StaticLeaves,
     Trees,
+    advising,
     called_with,
     check_given_once,
     names_of,
@@ -25,10 +26,10 @@ from gshard.capture.calls import (
     refs_of,
     structs,
     symbolic,
+    watched,
     with_static_results,
 )
 from gshard.capture.flatten import mesh_in
-from gshard.capture.partners import advising, watched
 from gshard.capture.placement import DeviceOrder, device_order, layouts, mesh_of, with_shardings
 from gshard.capture.stage import USUAL
 from gshard.checking.smaller import with_sizes

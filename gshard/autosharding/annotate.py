@@ -248,11 +248,7 @@ class AnnotationSearch:
         return kept
 
     def _worst(
-        self,
-        found: Deviation,
-        chosen: Collection[SpecGroup],
-        deviations: Deviations,
-        wanted: float,
+        self, found: Deviation, chosen: Collection[SpecGroup], deviations: Deviations, wanted: float
     ) -> dict[SpecGroup, float]:
         """The units around which the most is lost, enough to save what is wanted, and how much."""
         left = {

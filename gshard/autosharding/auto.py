@@ -28,7 +28,8 @@ from gshard.autosharding.annotate import (
 from gshard.autosharding.budget import Budget, Clock
 from gshard.autosharding.cost import MeshShape, specs_of
 from gshard.autosharding.cost.rates import distinct_meshes
-from gshard.autosharding.evaluate import Evaluator, ModelAnswer, ModelSolver
+from gshard.autosharding.evaluate import DONATED, Evaluator, ModelAnswer, ModelSolver
+from gshard.autosharding.layers import transferred, without_equal_layers
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.layout.annotations import Annotated, dims_of
 from gshard.autosharding.traced import TracedProgram
@@ -57,7 +58,8 @@ _COUNTED = 0.75
 _LOWERING = 0.5  # share of the real time in which no further mesh is solved
 _LEAST_SOLVING = 10.0  # seconds for the first mesh, where the time given is too little
 
-_DONATED = ("donate_argnums", "donate_argnames")
+# Keywords of `gshard.jit` that have the same meaning for a part of a function's arguments.
+_MOVABLE = {*DONATED, "memory_limit", "strict", "reproducible"}
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -91,7 +93,41 @@ def auto(
     subject = TracedProgram.of(fn, args, count, machine)
     clock = Clock(seconds, _COUNTED * seconds)
     evaluator = Evaluator(subject, machine, limit, keywords, clock)
-    return _Chooser(subject, evaluator, machine, limit, clock).chosen()
+    movable = keywords.keys() <= _MOVABLE and count > 1
+    if movable and (short := without_equal_layers(subject)) is not None:
+        return _chosen_for_one_layer(evaluator, *short)
+    return _Chooser(evaluator).chosen()
+
+
+def _chosen_for_one_layer(
+    evaluator: Evaluator, short: TracedProgram, shorter: TracedProgram
+) -> Layout:
+    """The layout of a program with few of its equal layers, used for all of them.
+
+    Where that holds too much after all, it is chosen again for less memory.
+    """
+    clock, limit = evaluator.clock, evaluator.limit
+    clock.charge(evaluator.lowering_work)
+
+    def few(part: TracedProgram, shorter: Evaluator | None = None) -> Evaluator:
+        keywords = {k: v for k, v in evaluator.keywords.items() if k not in DONATED}
+        if evaluator.donates:
+            states = (argument - part.closed_over for _, argument in part.returned)
+            keywords["donate_argnums"] = tuple(states)
+        machine = evaluator.machine.replace(memory=limit)
+        return Evaluator(part, machine, limit, keywords, clock, shorter=shorter)
+
+    for _ in range(_TIGHTENED):
+        best = _Chooser(few(short, few(shorter))).chosen()
+        given = transferred(best, short, evaluator.subject)
+        found = evaluator.evaluate(tuple(best.mesh.values()), **given)
+        if found.memory_bytes <= evaluator.limit:
+            figures = {n: getattr(best, n) for n in ("bound", "solver_gap", "meshes", "phases")}
+            figures["considered"] = (*best.considered, *found.considered)
+            return dataclasses.replace(found, **figures, layers=short.repeated.layers)
+        limit = int(_LESS * limit * evaluator.limit / found.memory_bytes)
+        clock.extend(_LEAST_SOLVING)
+    raise too_large(found, evaluator)
 
 
 def bytes_of(memory: str | int) -> int:
@@ -110,19 +146,17 @@ def bytes_of(memory: str | int) -> int:
 
 @dataclasses.dataclass
 class _Chooser:
-    subject: TracedProgram
     evaluator: Evaluator
-    machine: Hardware
-    limit: int
-    clock: Clock
     gaps: list[float] = dataclasses.field(default_factory=list)
     looked_at: tuple[MeshShape, ...] = ()
     tried: set[tuple[Annotated, ...]] = dataclasses.field(default_factory=set)  # without the solver
 
     def __post_init__(self) -> None:
+        self.subject, self.machine = self.evaluator.subject, self.evaluator.machine
+        self.limit, self.clock = self.evaluator.limit, self.evaluator.clock
         self.budget, self.guard = Budget(self.clock), self.clock.guard_left
-        donated = any(self.evaluator.keywords.get(how) for how in _DONATED)
-        self.model = ModelSolver(self.subject, self.machine, self.clock, donated)
+        donates = self.evaluator.donates
+        self.model = ModelSolver(self.subject, self.machine, self.clock, donates)
 
     def chosen(self) -> Layout:
         """The best layout."""
@@ -147,7 +181,7 @@ class _Chooser:
             if not limits:
                 break
             self.clock.extend(_LEAST_SOLVING * (len(limits) + 1))
-        raise self._too_large(min(layouts, key=lambda a: a.memory_bytes))
+        raise too_large(min(layouts, key=lambda a: a.memory_bytes), self.evaluator)
 
     def _tightened(
         self,
@@ -324,15 +358,17 @@ class _Chooser:
                 found.append(self.evaluator.evaluate((self.subject.devices,), chosen))
         return found
 
-    def _too_large(self, least: Layout) -> ValueError:
-        assert least.lowered is not None
-        where = least.lowered.forecast(self.machine).memory.where
-        missing = least.memory_bytes - self.limit
-        return ValueError(
-            f"no layout was found that holds at most {size(self.limit)} on each of "
-            f"{self.subject.devices} devices; the smallest one holds {size(least.memory_bytes)}, "
-            f"{size(missing)} too much" + (f"; its peak is at {where}" if where else "")
-        )
+
+def too_large(least: Layout, evaluator: Evaluator) -> ValueError:
+    """The error that no layout fits, where this one holds least."""
+    assert least.lowered is not None
+    where = least.lowered.forecast(evaluator.machine).memory.where
+    missing = least.memory_bytes - evaluator.limit
+    return ValueError(
+        f"no layout was found that holds at most {size(evaluator.limit)} on each of "
+        f"{evaluator.subject.devices} devices; the smallest one holds {size(least.memory_bytes)}, "
+        f"{size(missing)} too much" + (f"; its peak is at {where}" if where else "")
+    )
 
 
 def _rows(shape: tuple[int, ...], dim: int, count: int) -> bool:

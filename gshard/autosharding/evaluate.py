@@ -18,13 +18,9 @@ from gshard.autosharding.cost import MeshShape, Spec, sharding_of, specs_of
 from gshard.autosharding.cost.lower_bound import build_lower_bound
 from gshard.autosharding.cost.model import MeshProblem, build
 from gshard.autosharding.cost.strategies import PICO
+from gshard.autosharding.layers import transferred
 from gshard.autosharding.layout import Layout
-from gshard.autosharding.layout.annotations import (
-    AXES,
-    Annotated,
-    AnnotatedInside,
-    dims_on,
-)
+from gshard.autosharding.layout.annotations import AXES, Annotated, AnnotatedInside, dims_on
 from gshard.autosharding.layout.summary import Considered
 from gshard.autosharding.solver import presolving_work, solve, solve_with_priced_memory
 from gshard.autosharding.solver.ilp import Result
@@ -39,6 +35,8 @@ from gshard.moving.costs import use_cost_model
 from gshard.propagation.flow import Edge, Flow
 from gshard.propagation.propagate import propagate
 from gshard.tensors.sharding import Sharding
+
+DONATED = ("donate_argnums", "donate_argnames")
 
 _SWEEPS = 8  # in which operators choose again; later ones change next to nothing
 
@@ -74,6 +72,12 @@ class Evaluator:
     clock: Clock
     considered: list[Considered] = dataclasses.field(default_factory=list)
     lowering_seconds: float = 0.0  # of processor time that the slowest one took
+    shorter: Evaluator | None = None  # of the same program with fewer layers
+
+    @property
+    def donates(self) -> bool:
+        """Whether the program may overwrite some of its arguments."""
+        return any(self.keywords.get(how) for how in DONATED)
 
     @property
     def propagating_work(self) -> float:
@@ -111,7 +115,7 @@ class Evaluator:
         step is annotated like that argument, where it is not sharded so by itself. `results` are
         annotations that are known to be needed for it.
         """
-        names = dict(zip(AXES, mesh, strict=False))
+        began, names = time.process_time(), dict(zip(AXES, mesh, strict=False))
         by_path = {a.path: a for a in annotations}
         known = {
             result: dataclasses.replace(by_path[argument], path=result)
@@ -126,8 +130,22 @@ class Evaluator:
             layout, forecast = self._lowered(layout, {**needed, **changing, **known})
         count = len(annotations) + len(inside)
         name = f"mesh {' x '.join(map(str, mesh))}, {count} annotations"
-        self.considered.append(Considered.of(name, forecast, self.limit))
-        return dataclasses.replace(layout, considered=tuple(self.considered), limit=self.limit)
+        figures = Considered.of(name, forecast, self.limit)
+        if self.shorter is not None:
+            few, fewer = self.subject, self.shorter.subject
+            given, gone = transferred(layout, few, fewer), few.repeated.times - 1
+            more = figures.memory_bytes - self.shorter.evaluate(mesh, **given).memory_bytes
+            memory = max(0, more) // (fewer.repeated.times - 1 - gone) * gone
+            figures = figures.with_more(forecast, gone, memory, self.limit)
+        self.considered.append(figures)
+        self.lowering_seconds = max(self.lowering_seconds, time.process_time() - began)
+        return dataclasses.replace(
+            layout,
+            seconds=figures.seconds,
+            memory_bytes=figures.memory_bytes,
+            considered=tuple(self.considered),
+            limit=self.limit,
+        )
 
     @functools.cached_property
     def equations(self) -> int:
@@ -137,21 +155,19 @@ class Evaluator:
     @property
     def lowering_work(self) -> float:
         """Seconds of work to lower a layout."""
-        return WORK.lowering * self.equations
+        more = self.shorter.lowering_work if self.shorter else 0.0
+        return WORK.lowering * self.equations + more
 
     def _lowered(self, layout: Layout, results: Mapping[str, Annotated]) -> tuple[Layout, Forecast]:
         layout = dataclasses.replace(layout, results=tuple(results.values()))
-        subject, began = self.subject, time.process_time()
+        subject = self.subject
         keywords = {"hardware": self.machine, **self.keywords}
         keywords["devices"] = subject.devices
         lowered = jit(subject.fn, annotations=layout, **keywords).lower(*subject.args)
         forecast = lowered.forecast(self.machine)
-        self.clock.charge(self.lowering_work)
-        self.lowering_seconds = max(self.lowering_seconds, time.process_time() - began)
+        self.clock.charge(WORK.lowering * self.equations)
         layout = dataclasses.replace(
             layout,
-            seconds=forecast.serial_seconds,  # the model does not count overlap either
-            memory_bytes=forecast.memory_bytes,
             lowered=lowered,
             function=subject.fn,
             keywords={**keywords, "devices": self._present()},
@@ -196,9 +212,10 @@ class ModelSolver:
         """The answer of the likely model on a mesh; copies count where they break the limit."""
         paired: set[Any] = set()
         best: tuple[MeshProblem, Result] | None = None
-        flat, returned, donated = self.subject.flat, self.subject.returned, self.donated
+        flat, returned, repeated = self.subject.flat, self.subject.returned, self.subject.repeated
         for number in range(2):  # copies count from the second time on
-            model = build(flat, mesh, self.machine, limit, returned, paired=paired, donated=donated)
+            given = (limit, returned, paired, self.donated, repeated)
+            model = build(flat, mesh, self.machine, *given)
             self.clock.charge(WORK.model_node * len(model.problem.costs))
             if not needed and presolving_work(model.problem) > seconds:
                 break
@@ -228,8 +245,9 @@ class ModelSolver:
 
     def bound(self, mesh: MeshShape, limit: float, seconds: float) -> float:
         """Seconds that the forecast of no layout over a mesh is below; infinite if none fits."""
-        flat, returned = self.subject.flat, self.subject.returned
-        problem = build_lower_bound(flat, mesh, self.machine, limit, returned).problem
+        subject = self.subject
+        given = (mesh, self.machine, limit, subject.returned, subject.repeated)
+        problem = build_lower_bound(subject.flat, *given).problem
         # A bound at once: every operator at its cheapest, and nothing moves.
         own = problem.constant + sum(float(c.min(initial=math.inf)) for c in problem.costs)
         if seconds > 0:
@@ -274,7 +292,8 @@ class Deviations:
         answer, different = self.answer.copy(), set()
         for var, node in self.model.nodes.items():
             numbers = _numbers(var.aval.shape, self.model.mesh)
-            number = numbers.get(found[var]) if var in found else None
+            decides = var in found and self.model.like.get(var, var) is var
+            number = numbers.get(found[var]) if decides else None
             if number is not None and number != answer[node]:
                 different.add(var)
                 answer[node] = number

@@ -5,12 +5,12 @@ borders of its loops: a value outside and the same value inside.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from gshard import _jax
 from gshard.autosharding.cost import NONE, MeshShape, specs_of
@@ -29,6 +29,21 @@ _STATE = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Repeated:
+    """Equations of one of so many equal `layers` that stand for others, which a program lacks: each
+    runs so many `times`. Values of all other layers are sharded `like` those of this one."""
+
+    times: int = 1
+    eqns: frozenset[JaxprEqn] = frozenset()
+    like: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+    layers: int = 0
+
+
+ONCE = Repeated()
+STANDING = "one of equal layers"  # the name scope of what is made for such equations
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class TracedProgram:
     """A function and its arguments, and the program that they make.
 
@@ -44,6 +59,13 @@ class TracedProgram:
     closed_over: int  # arrays that the function closes over: the first arguments of the program
     returned: list[tuple[int, int]]
     states: list[tuple[str, str]]
+    constants: Sequence[Any] = ()  # what it closes over
+    repeated: Repeated = ONCE
+
+    @property
+    def arguments(self) -> list[Any]:
+        """The variables of the arrays among the arguments."""
+        return self.flat.jaxpr.invars[self.closed_over :]
 
     @staticmethod
     def of(
@@ -67,7 +89,8 @@ class TracedProgram:
         results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
         states = [(result_name(results[r][0]), paths[a][0]) for r, a in pairs]
         returned = [(result, argument + first) for result, argument in pairs]
-        return TracedProgram(fn, args, devices, flat, paths, first, returned, states)
+        constants = _jax.closed_over(traced)
+        return TracedProgram(fn, args, devices, flat, paths, first, returned, states, constants)
 
 
 def path_name(path: Any) -> str:

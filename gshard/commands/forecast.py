@@ -72,7 +72,7 @@ def forecast(
     except ValueError as error:
         raise UserError(str(error)) from None
     from gshard.forecast.report import summary, table
-    from gshard.forecast.trace import trace as as_trace
+    from gshard.forecast.report import trace as as_trace
     from gshard.models.family import memory_parts, part_of
 
     held = memory_parts(chosen, found)

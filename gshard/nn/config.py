@@ -86,7 +86,7 @@ class TransformerConfig:
     are multiplied: in `dtype`, or in eight bits (`gshard.nn.float8`), which is faster on GPUs that
     have matrix units for them (Hopper and later), and slower elsewhere. The router, the softmax,
     normalization, embeddings and logits are not affected. `exchange`: in which numbers tokens are
-    sent to their experts and back (`gshard.nn.exchange`); in eight bits that is half the bytes of
+    sent to their experts and back (`gshard.nn.float8`); in eight bits that is half the bytes of
     bfloat16. `dispatch`: how tokens are sent to their experts (`gshard.nn.experts`); "dropless" has
     no capacity, and drops no token.
 

@@ -21,18 +21,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from gshard.nn import float8
-from gshard.nn.config import (
-    PAPER_GATING,
-    Dispatch,
-    Exchange,
-    GatingConfig,
-    Products,
-    Random,
-)
-from gshard.nn.exact import float32_logits
-from gshard.nn.exchange import Annotate, exchanged
+from gshard.nn.config import PAPER_GATING, Dispatch, Exchange, GatingConfig, Products, Random
 from gshard.nn.flat import flat_dropless, flat_groups
-from gshard.nn.gating import Routed, RouterMetrics, Routing, route
+from gshard.nn.float8 import Annotate, exchanged
+from gshard.nn.gating import Routed, RouterMetrics, Routing, float32_logits, route
 from gshard.nn.grouped import feed_forward, times
 from gshard.nn.int8 import Int8, product
 from gshard.nn.layers import biased, dropout, init_weight, relu, split_key

@@ -216,12 +216,7 @@ def _unstack(x: Array) -> list[Array]:
 
 
 def _factor(
-    g: Array,
-    old: Moments,
-    decay: Array,
-    row_dim: int,
-    column_dim: int,
-    own_dims: tuple[int, ...],
+    g: Array, old: Moments, decay: Array, row_dim: int, column_dim: int, own_dims: tuple[int, ...]
 ) -> tuple[tuple[Array, Array], Array, Moments, Array]:
     """The gradients' factors, their scaled mean square, the new moments, and the sum of squares.
 

@@ -98,10 +98,7 @@ def per_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         outs = jax.tree_util.tree_map_with_path(
-            lambda path, *leaf: update_of(stacked_dims(path))(*leaf),
-            grads,
-            state,
-            params,
+            lambda path, *leaf: update_of(stacked_dims(path))(*leaf), grads, state, params
         )
         updates = jax.tree.map(lambda _, out: out[0], grads, outs)
         return updates, jax.tree.map(lambda _, out: out[1], grads, outs)

@@ -209,10 +209,7 @@ class StepMetrics(NamedTuple):
 
 
 def init_state(
-    config: TransformerConfig,
-    optimizer: Optimizer,
-    key: Array,
-    strategy: Strategy = ONE_DEVICE,
+    config: TransformerConfig, optimizer: Optimizer, key: Array, strategy: Strategy = ONE_DEVICE
 ) -> TrainState:
     """A fresh model and its optimizer state, annotated like the step's."""
     model = strategy.weights(Transformer(config, key), stacked=1)

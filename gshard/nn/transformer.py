@@ -232,12 +232,7 @@ class Transformer(eqx.Module):
         def body(x_BTM: Array, pair: Pair, key: Array | None) -> tuple[Array, Any]:
             pair = strategy.weights(pair)
             x_BTM, _, routed = pair(
-                strategy.groups(x_BTM),
-                masks,
-                memory_BLM,
-                key,
-                strategy,
-                dropless=settings.dropless,
+                strategy.groups(x_BTM), masks, memory_BLM, key, strategy, dropless=settings.dropless
             )
             return x_BTM, None if routed is None else settings.report(routed)
 

@@ -29,8 +29,8 @@ from gshard.planning.improve import FINAL_PASSES, PASSES
 from gshard.planning.plan import Plan, plan_note
 from gshard.planning.planner import partition
 from gshard.propagation.stage import Known, shard
-from gshard.runtime.arrange import Arrangement, arrange
 from gshard.runtime.options import Options
+from gshard.runtime.ports import Arrangement, arrange
 from gshard.runtime.program import Program, XlaSettings
 from gshard.tensors.sharding import Sharding
 

@@ -25,8 +25,7 @@ from gshard.moving import inventory
 from gshard.planning.emission import emit
 from gshard.planning.emission.record import recorded, run_id
 from gshard.planning.plan import Plan
-from gshard.runtime.arrange import Arrangement
-from gshard.runtime.ports import Port
+from gshard.runtime.ports import Arrangement, Port
 from gshard.tensors.sharding import Sharding
 
 

@@ -232,10 +232,7 @@ class Lowered(Stage):
         return planned.name if planned else GENERIC
 
     def explain(
-        self,
-        hardware: str | Path | Hardware | None = None,
-        *,
-        seconds: float | None = None,
+        self, hardware: str | Path | Hardware | None = None, *, seconds: float | None = None
     ) -> Explanation:
         """What is sent, how long it takes, because of which line, and which annotation to change.
 

@@ -35,8 +35,7 @@ def evaluator_of(fn, args, devices, machine=MACHINE, seconds=60.0, **keywords):
 def bound_of(fn, args, devices=8, seconds=60.0, meshes=None, machine=MACHINE, **keywords):
     """The bound over some meshes, or all, each solved for its part of these seconds of work."""
     evaluator = evaluator_of(fn, args, devices, machine, seconds, **keywords)
-    chooser = _Chooser(evaluator.subject, evaluator, machine, machine.memory, evaluator.clock)
-    return chooser._bound(meshes or distinct_meshes(machine, devices), seconds)
+    return _Chooser(evaluator)._bound(meshes or distinct_meshes(machine, devices), seconds)
 
 
 STEPS = {

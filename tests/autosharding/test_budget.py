@@ -14,7 +14,7 @@ from gshard.autosharding.solver.problem import (
     MemoryModel,
     Problem,
 )
-from gshard.autosharding.solver.search import search
+from gshard.autosharding.solver.search import Search
 
 
 def test_counted_work_does_not_depend_on_the_clock(monkeypatch):
@@ -30,7 +30,7 @@ def test_counted_work_does_not_depend_on_the_clock(monkeypatch):
     for speed in (1.0, 0.2):
         monkeypatch.setattr("gshard.autosharding.budget.time.monotonic", lambda s=speed: real() / s)
         clock = Clock(1e4, 0.05)
-        found.append((search(problem, 0.05, clock=clock), clock.done))
+        found.append((Search(problem, 0.05, clock=clock).run(), clock.done))
         monkeypatch.undo()
     (one, work), (two, again) = found
     np.testing.assert_array_equal(one.answer, two.answer)

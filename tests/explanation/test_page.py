@@ -315,7 +315,7 @@ def test_an_explanation_shows_a_table_of_lines(explanation):
 
 
 def test_a_trace_holds_the_whole_step(lowered):
-    from gshard.forecast.trace import trace
+    from gshard.forecast.report import trace
 
     forecast = lowered.forecast("h100")
     events = json.loads(json.dumps(trace(forecast)))["traceEvents"]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import gshard
 from gshard.nn import Strategy
-from gshard.nn.exchange import exchanged
 from gshard.nn.experts import MoE
+from gshard.nn.float8 import exchanged
 from tests.oracle import assert_same, random_array, run, sent
 
 

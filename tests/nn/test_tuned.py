@@ -19,10 +19,9 @@ from gshard.nn import (
     train_step,
 )
 from gshard.nn.config import GatingConfig
-from gshard.nn.exact import float32_logits, parts
 from gshard.nn.experts import MoE
 from gshard.nn.flat import flat_dropless
-from gshard.nn.gating import Routing, route
+from gshard.nn.gating import Routing, float32_logits, parts, route
 from gshard.nn.hashing import hash_dropout, hashed_bits, round_stochastically, seed_of
 from gshard.nn.layers import relu
 from gshard.nn.step import weighted_nll

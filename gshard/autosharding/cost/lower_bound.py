@@ -26,18 +26,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.autosharding.cost import (
-    NONE,
-    MeshShape,
-    Spec,
-    local_elements,
-    specs_of,
-    transposes,
-)
+from gshard.autosharding.cost import NONE, MeshShape, Spec, local_elements, specs_of, transposes
 from gshard.autosharding.cost.model import MOST_SPECS, Holding, MeshProblem, ModelBuilder
 from gshard.autosharding.cost.rates import Axes, LowerBoundRates, PartialSum
 from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Shares, Strategy, primitive_of
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints
+from gshard.autosharding.traced import ONCE, Repeated
 from gshard.forecast.hardware import Hardware
 from gshard.graph.kinds import PRODUCTS
 from gshard.graph.regions import bodies
@@ -60,10 +54,12 @@ def build_lower_bound(
     hardware: Hardware,
     limit: float,
     returned: Sequence[tuple[int, int]] = (),
+    repeated: Repeated = ONCE,
 ) -> MeshProblem:
-    """The problem whose least cost is a lower bound of the forecasts of all layouts over a mesh."""
+    """The problem whose least cost is a lower bound of the forecasts of all layouts over a mesh,
+    where equations that are `repeated` are sharded like those they stand for."""
     prices = LowerBoundPrices(flat.jaxpr, mesh, hardware)
-    return LowerBoundBuilder(flat, prices, limit, fused_on=math.prod(mesh)).built(returned)
+    return LowerBoundBuilder(flat, prices, limit, math.prod(mesh), repeated).built(returned)
 
 
 class LowerBoundPrices(OperatorPrices):
@@ -165,9 +161,14 @@ class LowerBoundBuilder(ModelBuilder):
     slices_stay = False
 
     def __init__(
-        self, flat: ClosedJaxpr, prices: LowerBoundPrices, limit: float, fused_on: int
+        self,
+        flat: ClosedJaxpr,
+        prices: LowerBoundPrices,
+        limit: float,
+        fused_on: int,
+        repeated: Repeated = ONCE,
     ) -> None:
-        super().__init__(flat, prices, limit, fused_on=fused_on)
+        super().__init__(flat, prices, limit, fused_on=fused_on, repeated=repeated)
         self.shared, self.latencies = SharedMoves(), Latencies(flat.jaxpr)
         # For a transposed value the value itself, and which of its dims each dim is.
         self.sources: dict[Any, tuple[Any, tuple[int, ...]]] = {}
@@ -222,7 +223,8 @@ class LowerBoundBuilder(ModelBuilder):
     def holdings(self, length: int) -> list[Holding]:
         """Arguments alone."""
         arguments = (var for var in self.flat.jaxpr.invars if var in self.nodes)
-        return [(self.nodes[var], 0, length, self.local_bytes(var)) for var in arguments]
+        sizes = {var: self.local_bytes(var) * self.flow.runs[var] for var in arguments}
+        return [(self.nodes[var], 0, length, size) for var, size in sizes.items()]
 
     def add_operator(self, edge: Edge, node: int, shares: Shares) -> None:
         """The latencies of an operator's small sums."""
@@ -294,13 +296,24 @@ class SharedMoves:
                 edges += [(r, nodes[var], _shared(t, len(readers))) for r, t in readers]
                 continue
             own, level = _levels([table for _, table in readers])
-            node = len(costs)
-            costs.append(level)
-            taken = np.arange(len(costs[nodes[var]]))[:, None] == own
-            edges.append((nodes[var], node, np.where(taken, 0.0, FORBIDDEN)))
-            for reader, table in readers:
-                allowed = table[:, own] <= level
-                edges.append((reader, node, np.where(allowed, 0.0, FORBIDDEN)))
+            _add_levels(nodes[var], readers, own, level, costs, edges)
+            costs[-1] = level
+
+
+def _add_levels(
+    tensor: int,
+    readers: Sequence[tuple[int, Floats]],
+    own: Ints,
+    level: Floats,
+    costs: list[Floats],
+    edges: list[tuple[int, int, Floats]],
+) -> None:
+    """A node that costs nothing: a strategy is a spec of the tensor and what no reader exceeds."""
+    taken = np.arange(len(costs[tensor]))[:, None] == own
+    edges.append((tensor, len(costs), np.where(taken, 0.0, FORBIDDEN)))
+    for reader, table in readers:
+        edges.append((reader, len(costs), np.where(table[:, own] <= level, 0.0, FORBIDDEN)))
+    costs.append(np.zeros(len(own)))
 
 
 def _is_free(table: Floats) -> bool:
@@ -367,14 +380,8 @@ class Latencies:
             if levels[-1] < least:
                 continue
             own, level = np.indices((readers[0][1].shape[1], len(levels))).reshape(2, -1)
-            node = len(costs)
-            costs.append(np.zeros(len(own)))
-            taken = np.arange(len(costs[nodes[var]]))[:, None] == own
-            edges.append((nodes[var], node, np.where(taken, 0.0, FORBIDDEN)))
-            for reader, table in readers:
-                paid = table[:, own] <= levels[level]
-                edges.append((reader, node, np.where(paid, 0.0, FORBIDDEN)))
-            self.needs[body, runs, GATHERING].append((node, levels[level]))
+            _add_levels(nodes[var], readers, own, levels[level], costs, edges)
+            self.needs[body, runs, GATHERING].append((len(costs) - 1, levels[level]))
         for needs in self.needs.values():
             levels = np.unique(np.concatenate([[0.0], *(found for _, found in needs)]))
             if levels[-1] < least:

@@ -36,7 +36,7 @@ from gshard.autosharding.cost.strategies import (
     primitive_of,
 )
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints, MemoryModel, Problem, unite
-from gshard.autosharding.traced import border_ends, border_table, leaving_borders
+from gshard.autosharding.traced import ONCE, Repeated, border_ends, border_table, leaving_borders
 from gshard.forecast.hardware import Hardware
 from gshard.propagation.flow import Edge, Flow
 from gshard.tensors.tile import byte_size
@@ -129,6 +129,7 @@ class MeshProblem:
     copies: Mapping[Any, SharedCopy]  # of tensors, that several operators read
     sizes: Callable[[Any], Floats]  # the bytes of a tensor by spec
     operators: dict[int, JaxprEqn]  # the equations of operators, by node
+    like: Mapping[Any, Any]  # tensors that have the node of another one
 
     def uncounted(self, answer: Ints) -> set[Any]:
         """Tensors whose copies break the memory limit of an answer, and are not counted in it."""
@@ -150,23 +151,35 @@ def build(
     returned: Sequence[tuple[int, int]] = (),
     paired: Collection[Any] = (),
     donated: bool = False,
+    repeated: Repeated = ONCE,
 ) -> MeshProblem:
     """The problem of a program on one mesh, with so many bytes on each device.
 
     `returned` are pairs of a result and an argument, by number: the result is the argument of the
     next call, and is resharded for it where the two differ, and takes its place if it is `donated`.
-    `paired` are tensors whose copies count in the limit.
+    `paired` are tensors whose copies count in the limit, `repeated` equations that stand for equal
+    ones.
     """
     prices = OperatorPrices(flat.jaxpr, mesh, hardware)
-    return ModelBuilder(flat, prices, limit, paired, donated).built(returned)
+    return ModelBuilder(flat, prices, limit, paired, donated, repeated=repeated).built(returned)
 
 
 @functools.lru_cache(maxsize=4)
 def _read(
-    flat: ClosedJaxpr, devices: int, hardware: Hardware, fused_on: int
+    flat: ClosedJaxpr, devices: int, hardware: Hardware, fused_on: int, repeated: Repeated
 ) -> tuple[Flow, FusedWork]:
     """What is the same on all meshes."""
-    return Flow(flat.jaxpr, devices), FusedWork(flat.jaxpr, hardware, devices, fused_on)
+    flow, times, eqns = Flow(flat.jaxpr, devices), repeated.times, repeated.eqns
+    alone = {a for e in flow.edges if e.eqn in eqns for a in (*e.atoms[0], *e.atoms[1])
+             if not isinstance(a, Literal)}  # fmt: skip
+    for edge in flow.edges:
+        edge.runs *= times if edge.eqn in eqns else 1
+        alone.difference_update(() if edge.eqn in eqns else edge.variables)
+    made = {var for eqn in eqns for var in eqn.outvars}
+    flow.runs.update(
+        {v: flow.runs[v] * times for v in made | alone.intersection(flat.jaxpr.invars)}
+    )
+    return flow, FusedWork(flat.jaxpr, hardware, devices, fused_on, repeated)
 
 
 class ModelBuilder:
@@ -182,10 +195,12 @@ class ModelBuilder:
         paired: Collection[Any] = (),
         donated: bool = False,
         fused_on: int = 1,
+        repeated: Repeated = ONCE,
     ) -> None:
         self.flat, self.prices, self.limit, self.donated = flat, prices, limit, donated
         self.mesh, self.hardware = prices.mesh, prices.hardware
-        self.flow, self.work = _read(flat, math.prod(self.mesh), self.hardware, fused_on)
+        devices, self.repeated = math.prod(self.mesh), repeated
+        self.flow, self.work = _read(flat, devices, self.hardware, fused_on, repeated)
         self.copies = SharedCopies(self.flow, self.mesh, limit, paired)
         self.outwards = leaving_borders(flat)
         self.costs: list[Floats] = []
@@ -229,6 +244,7 @@ class ModelBuilder:
             self.copies.found,
             self.local_bytes,
             self.operators,
+            self.repeated.like,
         )
 
     def add_argument(self, var: Any) -> None:
@@ -263,17 +279,27 @@ class ModelBuilder:
             sizes = self.local_bytes(var)
             if var in self.states and var not in arguments:
                 if not self.donated:  # it is returned as its argument is sharded
+                    sizes = sizes * self.flow.runs[self.states[var]]
                     found.append((self.nodes[self.states[var]], 0, length, sizes))
             elif var in arguments or var in leaving:
-                found.append((node, 0, length, sizes))
+                found.append((node, 0, length, sizes * self.flow.runs[var]))
             elif var in self.work.stored:
                 start, stop = self.made.get(var, 0), self.used.get(var, 0) + 1
-                found.append((node, start, min(stop, length), slack * sizes))
+                times = slack * self._layers(start, stop - 1)
+                found.append((node, start, min(stop, length), times * sizes))
         for var, copy in self.copies.found.items():
             if copy.paired:
                 held = slack * copy.held(self.local_bytes(var))
+                held *= self._layers(copy.first, copy.last)
                 found.append((copy.node, copy.first, copy.last + 1, held))
         return found + [(node, at, at + 1, slack * held) for node, at, held in self.waiting]
+
+    def _layers(self, first: int, last: int) -> int:
+        """How many equal values there are at a time of one that is held between these places: as
+        many as its last reader stands for, if others run in between."""
+        places = self.flow.edges[max(first - 1, 0) : last]
+        between = any(edge.eqn not in self.repeated.eqns for edge in places)
+        return self.repeated.times if between and places[-1].eqn in self.repeated.eqns else 1
 
     def local_bytes(self, var: Any) -> Floats:
         """The bytes of a tile of a tensor, by spec."""
@@ -287,8 +313,11 @@ class ModelBuilder:
         if not shape or not hasattr(var.aval, "dtype") or not hasattr(var.aval.dtype, "itemsize"):
             return -1
         if var not in self.nodes:
-            self.nodes[var] = len(self.costs)
-            self.costs.append(np.zeros(len(specs_of(shape, self.mesh))))
+            own = self.repeated.like.get(var, var)
+            if own not in self.nodes:
+                self.nodes[own] = len(self.costs)
+                self.costs.append(np.zeros(len(specs_of(shape, self.mesh))))
+            self.nodes[var] = self.nodes[own]
         return self.nodes[var]
 
     def _copied(self, var: Any, times: float) -> None:
@@ -319,7 +348,8 @@ class ModelBuilder:
             self.states[result] = argument
             size = byte_size((), argument.aval.dtype)
             table = self.prices.moves().reshards(argument.aval.shape, size)
-            self.add_read(result, second, self.prices.rounded(table * PICO).T)
+            runs = self.flow.runs[argument]
+            self.add_read(result, second, self.prices.rounded(table * runs * PICO).T)
 
     def _border(self, edge: Edge) -> None:
         """The two ends of a value at a loop's border; what a scan stacks is held from its start."""

@@ -226,15 +226,20 @@ class LowerBoundRates(MeshRates):
         permuted = doubled * self._permuting[1]
         return max(0.0, min(self._starting("all_gather", axes), more, permuted))
 
-    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
     def _starting(self, kind: str, axes: Axes) -> float:
-        """The least latency along some axes, in any number of steps."""
-        if not axes:
-            return 0.0
-        return min(
-            self.terms(kind, step, 1)[0] + self._starting(kind, _without(axes, step))
-            for step in _parts(axes)
-        )
+        """The least latency along some axes."""
+        return self._in_steps(kind, axes, 1, 0, shrinks=False)
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def _in_steps(self, kind: str, axes: Axes, size: int, term: int, shrinks: bool) -> float:
+        """The least of one of the `terms` along some axes, in any number of steps; a step may leave
+        a part to the next one, one for each of its devices."""
+        found = []
+        for part in _parts(axes):
+            later = self._in_steps(kind, _without(axes, part), size, term, shrinks)
+            parts = math.prod(self.mesh[a] for a in part) if shrinks else 1
+            found.append(self.terms(kind, part, size)[term] + later / parts)
+        return min(found, default=0.0)
 
     def _tile(self, partial: PartialSum) -> float:
         """Bytes that a device has of partial results."""
@@ -294,27 +299,13 @@ class LowerBoundRates(MeshRates):
         """All sets of axes with several devices, but the empty one."""
         return _parts([axis for axis, size in enumerate(self.mesh) if size > 1])
 
-    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
     def _scattering(self, axes: Axes) -> float:
-        """Seconds per byte of a ReduceScatter along some axes, in any number of steps; of an
-        AllGather, per byte of its result."""
-        if not axes:
-            return 0.0
-        return min(
-            self.terms("reduce_scatter", part, _LARGE)[1]
-            + self._scattering(_without(axes, part)) / math.prod(self.mesh[a] for a in part)
-            for part in _parts(axes)
-        )
+        """Seconds per byte of a ReduceScatter along some axes; of an AllGather, of its result."""
+        return self._in_steps("reduce_scatter", axes, _LARGE, 1, shrinks=True)
 
-    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
     def _exchanging(self, axes: Axes) -> float:
         """The same of an AllToAll, per byte that a device has."""
-        if not axes:
-            return 0.0
-        return min(
-            self.terms("all_to_all", part, _LARGE)[1] + self._exchanging(_without(axes, part))
-            for part in _parts(axes)
-        )
+        return self._in_steps("all_to_all", axes, _LARGE, 1, shrinks=False)
 
     @functools.cached_property
     def _permuting(self) -> tuple[float, float]:

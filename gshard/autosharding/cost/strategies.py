@@ -23,16 +23,10 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 
-from gshard.autosharding.cost import (
-    NONE,
-    MeshShape,
-    Spec,
-    local_elements,
-    sharding_of,
-    specs_of,
-)
+from gshard.autosharding.cost import NONE, MeshShape, Spec, local_elements, sharding_of, specs_of
 from gshard.autosharding.cost.rates import Axes, LowerBoundRates, PartialSum, Rates
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats
+from gshard.autosharding.traced import ONCE, Repeated
 from gshard.forecast.dataflow import DeviceOperator, Op, elements, size_of
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.program import body_of, walk
@@ -74,7 +68,14 @@ class FusedWork:
     """The memory traffic of every equation, and of tensors that loops copy. What is fused is the
     program itself, or the most that its part on one of `fused_on` devices may be."""
 
-    def __init__(self, jaxpr: Jaxpr, hardware: Hardware, devices: int, fused_on: int = 1) -> None:
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        hardware: Hardware,
+        devices: int,
+        fused_on: int = 1,
+        repeated: Repeated = ONCE,
+    ) -> None:
         self.hardware, self.devices, self.fused_on = hardware, devices, fused_on
         self.starts = 0  # how many operators a device starts
         self.stored: set[Any] = set()  # what is written to memory
@@ -89,7 +90,7 @@ class FusedWork:
         self._collect(jaxpr)
         seen: set[DeviceOperator] = set()
         for operator, count, _ in walk(jaxpr, hardware.compiler, self.fused_on):
-            self.starts += count
+            self.starts += count * (repeated.times if operator.root.eqn in repeated.eqns else 1)
             self.stored.update(operator.writes)
             self._kept.update(op.eqn for op in operator.members)
             if operator not in seen:  # loops may share a body

@@ -153,6 +153,7 @@ class Layout:
     phases: Mapping[str, tuple[float, float]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )  # of the search: seconds of work that each took, and that it was given
+    layers: int = dataclasses.field(default=0, compare=False)  # equal ones, decided as one
 
     @property
     def devices(self) -> int:

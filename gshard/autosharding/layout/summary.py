@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.autosharding.layout.annotations import Annotated, Group, groups, names_of
+from gshard.autosharding.traced import STANDING
 from gshard.forecast.report import Forecast
 from gshard.graph.readable import duration, size, table
 from gshard.pages import ChartAxis, Series, curves
@@ -32,11 +33,24 @@ class Considered:
         """What is kept of a forecast."""
         return Considered(
             name,
-            forecast.serial_seconds,
+            forecast.serial_seconds,  # the model does not count overlap either
             forecast.memory_bytes,
             forecast.memory_bytes <= limit,
             forecast.exposed_seconds + forecast.hidden_seconds,
             forecast.sent_bytes,
+        )
+
+    def with_more(self, forecast: Forecast, layers: int, memory: int, limit: int) -> Considered:
+        """With so many layers more like the one that stands for them, and so many bytes."""
+        one = [t for t in forecast.values if STANDING in t.scope]
+        sends = sum(t.alone_seconds * t.count for t in one if t.collective)
+        return dataclasses.replace(
+            self,
+            seconds=self.seconds + layers * sum(t.alone_seconds * t.count for t in one),
+            memory_bytes=self.memory_bytes + memory,
+            fits=self.memory_bytes + memory <= limit,
+            communication_seconds=self.communication_seconds + layers * sends,
+            sent_bytes=self.sent_bytes + layers * sum(t.sent * t.count for t in one),
         )
 
 
@@ -52,6 +66,8 @@ def summary(layout: Any) -> str:
     found = [*groups(layout.annotations), *groups(layout.inside)]
     names = names_of(layout)
     lines += [_line(group, names) for group in found] or ["  no annotations"]
+    if layout.layers:
+        lines.append(f"  decided for one of {layout.layers} equal layers, and used for all")
     if layout.results:
         lines.append(f"  {len(layout.results)} results are sharded like the arguments they replace")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ from gshard.autosharding.budget import WORK, Clock
 from gshard.autosharding.solver.ilp import Progress, Result, solve_exactly
 from gshard.autosharding.solver.presolve import presolve
 from gshard.autosharding.solver.problem import Problem
-from gshard.autosharding.solver.search import search
+from gshard.autosharding.solver.search import Search
 
 # Pairs of strategies up to which HiGHS gets all of a problem at once, and for which share of the
 # time: a search has the rest of it where that proves nothing.
@@ -75,7 +75,8 @@ def _solved(problem: Problem, seconds: float, report: Progress, clock: Clock) ->
         return dataclasses.replace(result, bound=bound)
 
     left = max(until - clock.now(), 0.1)
-    return bounded(search(problem, left, lambda r: report(bounded(r)), clock, exact.answer))
+    found = Search(problem, left, lambda r: report(bounded(r)), clock, exact.answer).run()
+    return bounded(found)
 
 
 def solve_with_priced_memory(problem: Problem, seconds: float, clock: Clock) -> Result:

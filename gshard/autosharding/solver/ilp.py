@@ -67,12 +67,7 @@ class HighsBackend:
         self.highs.addRow(-np.inf, upper, len(columns), columns.astype(np.int32), values)
 
     def run(
-        self,
-        integral: bool,
-        seconds: float,
-        tolerance: float,
-        start: Floats | None,
-        clock: Clock,
+        self, integral: bool, seconds: float, tolerance: float, start: Floats | None, clock: Clock
     ) -> Solved:
         """Solve, with the first columns integral or not."""
         import highspy
@@ -157,12 +152,7 @@ class ScipyBackend:
         self.added.append((row, upper))
 
     def run(
-        self,
-        integral: bool,
-        seconds: float,
-        tolerance: float,
-        start: Floats | None,
-        clock: Clock,
+        self, integral: bool, seconds: float, tolerance: float, start: Floats | None, clock: Clock
     ) -> Solved:
         """Solve, with the first columns integral or not."""
         import scipy.optimize

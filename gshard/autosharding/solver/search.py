@@ -380,14 +380,3 @@ class Search:
         if better or (solved and self.clock.now() - began >= 0.02 * self.left):
             return size
         return min(int(size * 1.3), 4 * self.problem.pairs) if solved else max(size * 4 // 5, 200)
-
-
-def search(
-    problem: Problem,
-    seconds: float,
-    progress: Progress | None = None,
-    clock: Clock | None = None,
-    start: Ints | None = None,
-) -> Result:
-    """A good answer within the time given, with a bound. `start` is an answer within the limit."""
-    return Search(problem, seconds, progress, clock, start).run()

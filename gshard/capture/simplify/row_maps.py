@@ -18,8 +18,13 @@ from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
 from gshard._jax import split_p, tile_p
-from gshard.capture.simplify.known_updates import COMBINING, without_updates
-from gshard.capture.simplify.known_windows import batched, gathered, scattered
+from gshard.capture.simplify.known_windows import (
+    COMBINING,
+    batched,
+    gathered,
+    scattered,
+    without_updates,
+)
 from gshard.capture.simplify.padded_sums import distributed
 from gshard.capture.simplify.painting import painting, reshaped
 from gshard.capture.simplify.passes import in_every_body

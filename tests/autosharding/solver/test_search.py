@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.contest import from_contest
 from gshard.autosharding.budget import Clock
 from gshard.autosharding.solver import solve
-from gshard.autosharding.solver.search import MemorySlack, Search, improve, search
+from gshard.autosharding.solver.search import MemorySlack, Search, improve
 from tests.autosharding.solver.problems import brute_force, consistent, problems
 from tests.autosharding.solver.shapes import SHAPES, instance
 
@@ -79,7 +79,7 @@ def test_solve_and_search_are_brute_force(shape):
     problem = from_contest(instance(shape, 7, 4, 1.3, 5))
     wanted = brute_force(problem)
     assert solve(problem).cost == wanted
-    result = search(problem, 0.2, clock=Clock(60.0, 0.2))  # counted: the machine may be busy
+    result = Search(problem, 0.2, clock=Clock(60.0, 0.2)).run()  # counted: the machine may be busy
     assert result.answer is not None
     assert problem.excess(result.answer) <= 0
     assert result.cost == problem.cost(result.answer) == wanted
@@ -93,7 +93,7 @@ def test_search_finds_answers_within_the_limit(problem):
     problem = consistent(problem)
     wanted = brute_force(problem)
     assume(np.isfinite(wanted))
-    result = search(problem, 0.3)
+    result = Search(problem, 0.3).run()
     if result.answer is not None:
         assert problem.excess(result.answer) <= 0
         assert result.bound - 1e-6 <= wanted <= result.cost
