@@ -55,6 +55,17 @@ def _with(*arguments: np.ndarray, **keywords: Any) -> Callable[..., Any]:
     return add
 
 
+def _wide(*arguments: np.ndarray) -> Callable[..., Any]:
+    """Arrays, and as many rows of more columns: many bytes are planned otherwise than few."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        columns = [np.tile(x, (1, 400)) if x.ndim == 2 else x for x in arguments]
+        PROGRAMS.extend([Program(function, arguments), Program(function, tuple(columns))])
+        return function
+
+    return add
+
+
 @_with(_array(2, 1, 29), _array(1, 1, 5))
 def _convolution(x: Any, w: Any) -> Any:
     x = split(x * 2, 2, 8)
@@ -76,168 +87,168 @@ def _pooled(x: Any) -> Any:
     return y + 1
 
 
-@_with(_array(13, 6))
+@_wide(_array(13, 6))
 def _sum(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = x.sum(0)  # here
     return y + 1
 
 
-@_with(_array(13, 6))
+@_wide(_array(13, 6))
 def _prod(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = jnp.prod(x, 0)  # here
     return y + 1
 
 
-@_with(_array(13, 6) - 9)
+@_wide(_array(13, 6) - 9)
 def _max(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = x.max(0)  # here
     return y + 1
 
 
-@_with(_array(13, 6, dtype="int32"))
+@_wide(_array(13, 6, dtype="int32"))
 def _min_of_integers(x: Any) -> Any:
     x = split(x + 20, 0, 8)
     y = x.min(0)  # here
     return y + 1
 
 
-@_with(_array(13, 6))
+@_wide(_array(13, 6))
 def _all(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = jnp.all(x > -9, axis=0) & ~jnp.any(x > 9, axis=0)  # here
     return ~y
 
 
-@_with(_array(13, 6) - 5)
+@_wide(_array(13, 6) - 5)
 def _argmax(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = jnp.argmax(x, 0)  # here
     return y + 1
 
 
-@_with(_array(13, 6))
+@_wide(_array(13, 6))
 def _scanned(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = lax.cumsum(x, 0, reverse=True) + lax.cumprod(x, 0)  # here
     return y + 1
 
 
-@_with(_array(29, 3))
+@_wide(_array(29, 3))
 def _cut(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = split(x[5:23], 0, 8)  # here
     return y + 1
 
 
-@_with(_array(29, 3))
+@_wide(_array(29, 3))
 def _thinned(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = split(x[2:27:3], 0, 8)  # here
     return y + 1
 
 
-@_with(_array(29, 3))
+@_wide(_array(29, 3))
 def _row(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = x[7:10]  # here
     return jnp.tanh(y)
 
 
-@_with(_array(13, 3))
+@_wide(_array(13, 3))
 def _padded(x: Any) -> Any:
     x = split(x * 2, 0, 4)
     y = lax.pad(x, 7.0, [(3, 2, 1), (0, 0, 0)])  # here
     return y + 1
 
 
-@_with(_array(13, 3))
+@_wide(_array(13, 3))
 def _reversed(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = x[::-1]  # here
     return y + 1
 
 
-@_with(_array(13, 3), _array(6, 3))
+@_wide(_array(13, 3), _array(6, 3))
 def _joined(x: Any, z: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = split(jnp.concatenate([x, z, x]), 0, 8)  # here
     return y + 1
 
 
-@_with(_array(16, 3))
+@_wide(_array(16, 3))
 def _rolled(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = jnp.roll(x, 3, 0)  # here
     return y + 1
 
 
-@_with(_array(13, 3))
+@_wide(_array(13, 3))
 def _repeated(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = split(jnp.tile(x, (3, 1)), 0, 8)  # here
     return y + 1
 
 
-@_with(_array(29, 3), _array(7, dtype="int32"))
+@_wide(_array(29, 3), _array(7, dtype="int32"))
 def _looked_up(x: Any, i: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = x[i * 4]  # here
     return y + 1
 
 
-@_with(_array(29, 3), _array(7, dtype="int32"), _array(7, 3))
+@_wide(_array(29, 3), _array(7, dtype="int32"), _array(7, 3))
 def _added_at(x: Any, i: Any, u: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = x.at[i * 4].add(split(u, 0, 7))  # here
     return y + 1
 
 
-@_with(_array(29, 3), _array(1, dtype="int32"))
+@_wide(_array(29, 3), _array(1, dtype="int32"))
 def _window_at(x: Any, i: Any) -> Any:
     x = split(x * 2, 0, 8)
-    y = split(lax.dynamic_slice(x, (i[0] + 11, 0), (16, 3)), 0, 8)  # here
+    y = split(lax.dynamic_slice_in_dim(x, i[0] + 11, 16), 0, 8)  # here
     return y + 1
 
 
-@_with(_array(29, 3), _array(1, dtype="int32"))
+@_wide(_array(29, 3), _array(1, dtype="int32"))
 def _window_beyond(x: Any, i: Any) -> Any:
     x = split(x * 2, 0, 8)
-    y = split(lax.dynamic_slice(x, (i[0] + 40, 0), (16, 3)), 0, 8)  # here
+    y = split(lax.dynamic_slice_in_dim(x, i[0] + 40, 16), 0, 8)  # here
     return y + 1
 
 
-@_with(_array(29, 3), _array(6, 3), _array(1, dtype="int32"))
+@_wide(_array(29, 3), _array(6, 3), _array(1, dtype="int32"))
 def _written_at(x: Any, u: Any, i: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = lax.dynamic_update_slice(x, u, (i[0] + 12, 0))  # here
     return y + 1
 
 
-@_with(_array(32, 2), np.int32(11))
+@_wide(_array(32, 2), np.int32(11))
 def _rotated(x: Any, i: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = split(lax.dynamic_slice_in_dim(x, i, 20, 0), 0, 8)  # here
     return y + 1
 
 
-@_with(_array(32, 2), np.int32(3))
+@_wide(_array(32, 2), np.int32(3))
 def _shifted(x: Any, i: Any) -> Any:
     x = split(x * 2, 0, 8)
     y = split(lax.dynamic_slice_in_dim(x, i, 29, 0), 0, 8)  # here
     return y + 1
 
 
-@_with(_array(32, 2), _array(28, 2), np.int32(3))
+@_wide(_array(32, 2), _array(28, 2), np.int32(3))
 def _rotated_in(x: Any, u: Any, i: Any) -> Any:
     x, u = split(x * 2, 0, 8), split(u * 2, 0, 8)
     y = split(lax.dynamic_update_slice_in_dim(x, u, i, 0), 0, 8)  # here
     return y + 1
 
 
-@_with(_array(16, 3), np.int32(3))
+@_wide(_array(16, 3), np.int32(3))
 def _window_of_all(x: Any, i: Any) -> Any:
     x = replicate(x * 2)
     y = split(lax.dynamic_slice_in_dim(x, i, 13, 0), 0, 8)  # here

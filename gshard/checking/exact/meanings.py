@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from gshard._jax import prng_impl, ragged_dot_dense, without_mesh
+from gshard.checking.exact.number import is_float
 from gshard.checking.exact.sums import limit
 from gshard.checking.on_host import signature
 from gshard.graph.windows import convolution, window_places, window_sum
@@ -27,9 +29,10 @@ def _pooled(reduce: Operator, sign: int) -> Operator:
 
 
 def _best(q: Params, x: jax.Array) -> jax.Array:
-    """For each window, the number of its first largest or smallest element among all of `x`."""
+    """For each window, the number of its first largest or smallest element among all of `x`; -1 for
+    a window that has none."""
     largest = q["select_prim"].name in ("ge", "gt")
-    places = jnp.stack(window_places(q, x, -jnp.inf if largest else jnp.inf))
+    places = jnp.stack(window_places(q, x, limit(-1 if largest else 1)(x.dtype)))
     numbers = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
     among = jnp.stack(window_places(q, numbers, -1))
     first = (jnp.argmax if largest else jnp.argmin)(places, 0)
@@ -38,12 +41,38 @@ def _best(q: Params, x: jax.Array) -> jax.Array:
 
 def _select_and_scatter_add(q: Params, source: jax.Array, x: jax.Array) -> jax.Array:
     """The gradient of pooling: cotangents go where the largest element was."""
-    zeros = jnp.zeros(x.size, source.dtype)
-    return zeros.at[_best(q, x).ravel()].add(source.ravel()).reshape(x.shape)
+    zeros = jnp.zeros(x.size + 1, source.dtype)
+    return zeros.at[_best(q, x).ravel()].add(source.ravel())[:-1].reshape(x.shape)
 
 
 def _select_and_gather_add(q: Params, tangents: jax.Array, x: jax.Array) -> jax.Array:
-    return tangents.ravel()[_best(q, x)]
+    return jnp.append(tangents.ravel(), 0)[_best(q, x)]
+
+
+def _reduce(q: Params, *xs: jax.Array) -> Sequence[jax.Array]:
+    """A reduction by a function, which is associative, in a tree."""
+    arrays, starts = xs[: len(xs) // 2], xs[len(xs) // 2 :]
+    count = math.prod(arrays[0].shape[d] for d in q["dimensions"])
+    rows = [jnp.moveaxis(x, q["dimensions"], range(len(q["dimensions"]))) for x in arrays]
+    rows = [x.reshape(count, *x.shape[len(q["dimensions"]) :]) for x in rows]
+    closed = q["jaxpr"] if "consts" not in q else ClosedJaxpr(q["jaxpr"], q["consts"])
+    combine: Any = jaxpr_as_fun(closed)
+    for _ in rows[0].shape[1:]:
+        combine = jax.vmap(combine)
+    while count > 1:
+        half = count // 2
+        pairs = jax.vmap(combine)(*(x[:half] for x in rows), *(x[half : 2 * half] for x in rows))
+        odd = [x[2 * half :] for x in rows]
+        rows = [jnp.concatenate(both) for both in zip(pairs, odd, strict=True)]
+        count -= half
+    wide = [jnp.broadcast_to(s, x.shape[1:]) for s, x in zip(starts, rows, strict=True)]
+    return combine(*wide, *(x[0] for x in rows)) if count else wide
+
+
+def _reduce_window(q: Params, *xs: jax.Array) -> Sequence[jax.Array]:
+    pairs = zip(xs[: len(xs) // 2], xs[len(xs) // 2 :], strict=True)
+    windows = [jnp.stack(window_places(q, x, start)) for x, start in pairs]
+    return _reduce({**q, "dimensions": (0,)}, *windows, *xs[len(xs) // 2 :])
 
 
 def _cumulative(combine: Operator) -> Operator:
@@ -88,6 +117,8 @@ _RANDOM = {
 }
 MEANINGS: dict[str, Operator] = {
     "conv_general_dilated": convolution,
+    "reduce": _reduce,
+    "reduce_window": _reduce_window,
     "reduce_window_sum": window_sum,
     "reduce_window_max": _pooled(jnp.max, -1),
     "reduce_window_min": _pooled(jnp.min, 1),
@@ -106,6 +137,7 @@ MEANINGS: dict[str, Operator] = {
     **{name: _random(draw) for name, draw in _RANDOM.items()},
     "tile": _tile,
 }  # fmt: skip
+_MOVING = ("split", "stack", "unstack", "tile")
 _written: dict[Hashable, ClosedJaxpr] = {}
 
 
@@ -120,6 +152,9 @@ def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if meaning is None:
         return None
     if eqn.primitive.name in _RANDOM and not _counts(eqn.invars[0].aval.dtype):
+        return None
+    floats = any(is_float(v.aval.dtype) for v in eqn.outvars)
+    if not floats and eqn.primitive.name not in (*_RANDOM, *_MOVING):  # JAX can do that
         return None
     key = signature(eqn)
     if key not in _written:

@@ -81,7 +81,7 @@ _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print", "
 def local(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[Value]:
     """The results of an equation that sends nothing."""
     name = eqn.primitive.name
-    if name in ON_ELEMENTS and name not in KEEPS_BITS:
+    if name in _ON_ELEMENTS and name not in KEEPS_BITS:
         pairs = zip(operands, eqn.invars, strict=True)
         operands = [integers(x, a.aval.dtype) if _is_bits(x) else x for x, a in pairs]
     if operator := _OF_ANY.get(name):
@@ -96,13 +96,13 @@ def local(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[
     if name in _SOLVERS:
         return _solved(eqn, operands)
     if name in ON_ELEMENTS and with_floats:
-        return [opaque(eqn, *aligned(operands))]
+        return [opaque(eqn, *aligned(eqn, operands))]
     made = _run(eqn, operands, active)
     return [_doubtful(x, n, eqn) for n, x in enumerate(made)] if with_floats else made
 
 
 def _aligned(eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
-    return aligned(operands) if eqn.primitive.name in ON_ELEMENTS else operands
+    return aligned(eqn, operands) if eqn.primitive.name in _ON_ELEMENTS else operands
 
 
 def _listed(made: Any) -> list[Value]:
@@ -116,7 +116,7 @@ def _is_bits(value: Value) -> bool:
 def _of_integers(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[Value]:
     """Integers are themselves: JAX's own operator, on all devices at once if that is possible."""
     if function := _QUICK.get(eqn.primitive.name):
-        pairs = zip(function(*aligned(operands)), eqn.outvars, strict=True)
+        pairs = zip(function(*aligned(eqn, operands)), eqn.outvars, strict=True)
         return [np.asarray(x).astype(v.aval.dtype) for x, v in pairs]
     of_keys = any(is_key_type(a.aval.dtype) for a in (*eqn.invars, *eqn.outvars))
     if eqn.effects or of_keys or eqn.primitive is lookup_p:
@@ -220,6 +220,7 @@ def _triangular_solve(eqn: JaxprEqn, a: Exact, b: Exact) -> Exact:
     return exact(made, a, b, **times(field.matmul, *sides), degree=b.degree + 1)
 
 
+_ON_ELEMENTS = {*ON_ELEMENTS, *POINTWISE, "select_n"}
 _OF_ANY: dict[str, Callable[..., Any]] = {**OF_ANY, **MOVING}
 _OF_FLOATS: dict[str, Callable[..., Any]] = {
     **POINTWISE, **OF_FLOATS, **SUMS, "fft": _fourier, "triangular_solve": _triangular_solve,

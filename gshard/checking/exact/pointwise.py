@@ -22,7 +22,6 @@ from gshard.checking.exact.number import (
     Exact,
     Move,
     Value,
-    beside,
     by_parts,
     chosen,
     exact,
@@ -196,10 +195,15 @@ def _extreme(fn: Any, loses: Callable[[Value, Value], np.ndarray], a: Value, b: 
     return replace(chosen(first, a, b), is_max=True)
 
 
-def aligned(operands: Sequence[Value]) -> Sequence[Value]:
-    """Scalars beside arrays of more dims."""
-    widest = max(map(plain, operands), key=np.ndim) if operands else np.zeros(())
-    return [moved(lambda a: beside(a, widest), x) for x in operands]
+def aligned(eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
+    """Operands with scalars in as many dims as the others."""
+    rank = max((a.aval.ndim for a in eqn.invars), default=0)
+    pairs = zip(operands, eqn.invars, strict=True)
+    return [x if a.aval.ndim == rank else _widened(x, rank) for x, a in pairs]
+
+
+def _widened(x: Value, rank: int) -> Value:
+    return moved(lambda a: a.reshape(len(a), *(1,) * rank, *a.shape[1:]), x)
 
 
 def _select(eqn: JaxprEqn, which: np.ndarray, *cases: Value) -> Value:
@@ -292,7 +296,8 @@ def _compared(fn: Callable[..., Any]) -> Operator:
 _KNOWN: dict[str, Callable[..., Any]] = {
     "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt, "log": np.log, "log2": np.log2,
-    "exp2": np.exp2, "logistic": special.expit, "erf": special.erf, "erfc": special.erfc,
+    "exp2": np.exp2, "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "erf": special.erf, "erfc": special.erfc,
     "erf_inv": special.erfinv, "lgamma": special.gammaln, "digamma": special.digamma,
     "sinh": np.sinh, "cosh": np.cosh, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan,
     "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh, "atan2": np.arctan2,
