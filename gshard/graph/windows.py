@@ -139,7 +139,7 @@ def _product(x: jax.Array, kernel: jax.Array, whole: Sequence[bool], dtype: Any)
     return lax.dot_general(x, kernel, numbers, preferred_element_type=dtype)
 
 
-def window_places(params: dict[str, Any], x: jax.Array, fill: float = 0) -> list[jax.Array]:
+def window_places(params: dict[str, Any], x: jax.Array, fill: Any = 0) -> list[jax.Array]:
     """The elements at each place of all windows, one place after the other."""
     window, count = params["window_dimensions"], x.ndim
     strides = params["window_strides"]
