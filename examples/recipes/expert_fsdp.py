@@ -10,16 +10,7 @@ import jax.numpy as jnp
 
 import gshard
 from examples.recipes.experts_two_dims import EXPERTS, MESH, layer
-from examples.recipes.recipe import (
-    D,
-    Recipe,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    nbytes,
-    reduce_scatter,
-    show,
-)
+from examples.recipes.recipe import D, Recipe, all_reduce, all_to_all, fully_sharded, nbytes, show
 from examples.recipes.transformer import SMALL, Size
 
 
@@ -52,8 +43,7 @@ def recipes(size: Size = SMALL) -> list[Recipe]:
     exchanged = EXPERTS * (G // D) * (2 * S // EXPERTS) * M * 4  # what a device dispatches
     # Dense weights and their gradients; a device's experts and theirs, within a column; tokens to
     # the experts, back, and gradients both ways but one; the router's, the loss and the balance.
-    expert = all_gather(nbytes(dense)) + reduce_scatter(nbytes(dense))
-    expert += all_gather(nbytes(experts[1:]) / 4, 2) + reduce_scatter(nbytes(experts[1:]) / 4, 2)
+    expert = fully_sharded(nbytes(dense)) + fully_sharded(nbytes(experts[1:]) / 4, 2)
     expert += 4 * all_to_all(exchanged, 4)
     expert += all_reduce(nbytes(experts[0])) + 2 * all_reduce(4)
     return [Recipe("experts 4 x FSDP 2, dense FSDP 8", step, ((dense, experts), tokens), expert)]

@@ -10,16 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import gshard
-from examples.recipes.recipe import (
-    D,
-    Recipe,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    nbytes,
-    reduce_scatter,
-    show,
-)  # fmt: skip
+from examples.recipes.recipe import D, Recipe, all_reduce, all_to_all, fully_sharded, nbytes, show
 from examples.recipes.transformer import SMALL, Size
 
 MUON = optax.contrib.muon(1e-3)
@@ -76,7 +67,7 @@ def recipes(size: Size = SMALL) -> list[Recipe]:
         for pair in weights
     ]
     batch = jax.ShapeDtypeStruct((B, M), jnp.float32)
-    shared = all_gather(nbytes(weights)) + reduce_scatter(nbytes(weights)) + all_reduce(4)
+    shared = fully_sharded(nbytes(weights)) + all_reduce(4)
     rows = all_to_all(nbytes(weights) / D)
     # Momenta to the matrices' devices, and changes back. Shampoo's gradients are summed where they
     # are needed: its statistics go there, and come back with the changes.

@@ -51,6 +51,11 @@ def all_to_all(size: float, devices: int = D) -> float:
     return size * (devices - 1) / devices
 
 
+def fully_sharded(size: float, devices: int = D) -> float:
+    """Bytes that a device sends for weights of `size` bytes, gathered, and gradients, scattered."""
+    return all_gather(size, devices) + reduce_scatter(size, devices)
+
+
 def nbytes(tree: Any) -> int:
     """Bytes of all arrays, or shapes, in a tree."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
