@@ -157,13 +157,17 @@ def _collective_table() -> list[str]:
 
 def _memory_table() -> list[str]:
     lines = [
-        "| model | remat | weights and state, GB | temporary, GB | peak, GB |",
-        "|---|---|---|---|---|",
+        "| model | remat | weights and state, GB | temporary, GB | peak, GB | recomputation |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, remat, f in memory_rows():
+    rows = memory_rows()
+    seconds = {name: f.step_seconds for name, remat, f in rows if remat == "none"}
+    for name, remat, f in rows:
         state, temporary = f.memory.arguments / 1e9, f.memory.temporary / 1e9
+        again = 1 - seconds[name] / f.step_seconds
         lines.append(
-            f"| {name} | {remat} | {state:.2f} | {temporary:.2f} | {f.memory_bytes / 1e9:.2f} |"
+            f"| {name} | {remat} | {state:.2f} | {temporary:.2f} | {f.memory_bytes / 1e9:.2f} "
+            f"| {again:.0%} |"
         )
     return lines
 

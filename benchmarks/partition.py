@@ -3,15 +3,19 @@
     python -m benchmarks.partition            the table
     python -m benchmarks.partition --json F   and its figures in a file
     python -m benchmarks.partition --markdown the table of docs/results/partition.md
+    python -m benchmarks.partition --gpu      what XLA's compiler for GPUs sends, on one GPU
 
 Bytes are what one device sends (exact, read off both programs). Times are medians of runs that
-alternate between the two, on 8 virtual devices of this machine's CPU: compare them as ratios.
+alternate between the two, on 8 virtual devices of this machine's CPU: compare them as ratios. XLA's
+program for accelerators is counted from that for CPUs (`runtime.hlo`); `--gpu` compiles it, for one
+GPU and seven that XLA makes up, and prints both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -24,7 +28,9 @@ from rich.progress import track
 from rich.table import Table
 
 import gshard
+from benchmarks.many_gpus import ALONE
 from benchmarks.programs import D, Program, programs
+from gshard.runtime.hlo import HloProgram
 
 RUNS = 9
 
@@ -38,6 +44,24 @@ class Figures:
     right: bool
     compile_s: float
     step_ms: float
+    on_accelerators: int  # bytes that accelerators send, whose compiler makes ReduceScatters
+
+
+def sent(text: str, accelerator: bool = False) -> int:
+    """Bytes that one device sends in a compiled program."""
+    return sum(c.total_bytes for c, _ in HloProgram(text, D, accelerator).collectives())
+
+
+def on_gpu(only: str) -> None:
+    """Print KB that one of a GPU and seven mock ones sends in XLA's programs for them."""
+    os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), ALONE))
+    jax.config.update("jax_mock_gpu_topology", f"1x{D}x1")  # before JAX looks for devices
+    print("| program | XLA on GPUs |", "|---|---:|", sep="\n")
+    for program in (p for p in programs() if only in p.name):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.args)
+        lowered = gshard.jit(program.fn, partitioner="xla").lower(*shapes)
+        text = lowered.compile().as_text()
+        print(f"| {program.name} | {kilobytes(sent(text))} |", flush=True)
 
 
 def measure(program: Program) -> dict[str, Figures]:
@@ -62,6 +86,7 @@ def measure(program: Program) -> dict[str, Figures]:
             equal(compiled[name](*placed[name]), wanted),
             seconds[name],
             1000 * statistics.median(times[name]),
+            sent(compiled[name].as_text(), accelerator=True),
         )
         for name in compiled
     }
@@ -85,16 +110,19 @@ def equal(got, wanted) -> bool:
 
 
 def markdown(found: dict) -> list[str]:
-    """The table as it stands in the README."""
-    lines = ["| program | needed | gshard | XLA | step time |", "|---|---:|---:|---:|---:|"]
+    """The table of docs/results/partition.md."""
+    heads = "| program | needed | gshard | XLA | XLA on accelerators | step time |"
+    lines = [heads, "|---|---:|---:|---:|---:|---:|"]
     timed = {p.name for p in programs() if p.timed}
     for name, row in found.items():
         ours, theirs = row["gshard"], row["xla"]
-        sent = [
+        both = [
             kilobytes(r["bytes"]) + ("" if r["right"] else ", **wrong**") for r in (ours, theirs)
         ]
         ratio = f"{ours['step_ms'] / theirs['step_ms']:.2f}" if name in timed else ""
-        lines.append(f"| {name} | {kilobytes(row['needed'])} | {sent[0]} | {sent[1]} | {ratio} |")
+        there = kilobytes(theirs["on_accelerators"])
+        cells = [name, kilobytes(row["needed"]), *both, there, ratio]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -110,7 +138,11 @@ def main() -> None:
     parser.add_argument(
         "--markdown", action="store_true", help="print the table of docs/results/partition.md"
     )
+    parser.add_argument("--gpu", action="store_true", help="compile XLA's programs for GPUs")
     options = parser.parse_args()
+    if options.gpu:
+        on_gpu(options.only)
+        return
     console = Console(width=180)
     chosen = [p for p in programs() if options.only in p.name]
     table = Table(

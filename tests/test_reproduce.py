@@ -1,6 +1,8 @@
 """docs/results/paper.md and the command that runs and times its rows."""
 
+import re
 import sys
+from pathlib import Path
 
 from tools import reproduce
 from tools.reproduce import PAGE, Row, rows
@@ -11,7 +13,35 @@ def test_every_row_has_a_command_or_is_as_above():
     assert len(found) > 15
     for row in found:
         assert len(row.cells) == 5, row.line
-        assert row.command or row.cells[1] == "as above"
+        assert row.command or row.cells[1] in ("as above", "none")
+
+
+def test_every_table_figure_and_algorithm_of_the_paper_has_a_row_that_says_what_it_is():
+    text = re.sub(r"(Figure|Table|Algorithm)s?", r"\1", PAGE.read_text())
+    found = rows(text)
+    named = set()
+    for row in found:
+        kinds = re.findall(r"\*\*(measured|forecast|not reproduced)\*\*", row.cells[3])
+        assert len(kinds) == 1, row.line
+        assert row.cells[1] != "none" or kinds == ["not reproduced"], row.line
+        for kind, numbers in re.findall(
+            r"(Figure|Table|Algorithm) (\d+(?: to \d+|(?:, \d+)* and \d+)?)", row.cells[0]
+        ):
+            first, *rest = map(int, re.findall(r"\d+", numbers))
+            last = range(first, rest[-1] + 1) if "to" in numbers else (first, *rest)
+            named |= {(kind, number) for number in last}
+    for kind, count in (("Figure", 13), ("Table", 4), ("Algorithm", 2)):
+        assert {number for k, number in named if k == kind} == set(range(1, count + 1)), kind
+
+
+def test_scores_that_are_not_comparable_say_so_where_they_are_read():
+    """BLEU of software messages, in the README and on the page of the figure."""
+    lines = [line for line in Path("README.md").read_text().splitlines() if "BLEU 30.7" in line]
+    assert len(lines) == 1
+    assert "not comparable" in lines[0]
+    page = " ".join(Path("docs/results/figure.md").read_text().split())
+    assert "BLEU here is not comparable with the paper's" in page
+    assert "ready set" not in page
 
 
 def test_the_processor_time_of_a_command_and_of_its_children():

@@ -251,8 +251,10 @@ def test_a_model_in_eight_bits_learns_as_in_float32(how):
         }
     want = steps("dtype", Strategy(), jax.jit, **more)
     got = steps("float8", Strategy(), jax.jit, **more)
-    assert want[0] - want[-1] > 0.1
-    np.testing.assert_allclose(got, want, atol=0.1)
+    fall = want[0] - want[-1]
+    assert fall > 1.0
+    assert got[0] - got[-1] == pytest.approx(fall, abs=0.03)  # docs/results/speed.md: 0.03
+    np.testing.assert_allclose(got, want, atol=0.08)
     assert np.any(got != want)
 
 

@@ -1,6 +1,6 @@
-"""What a study finds beside scores: differences that are sure, what experts learnt, recitals.
+"""Whether one system is better than another: a paired bootstrap.
 
-Whether one system is better than another is seen by a paired bootstrap. A figure over a hundred
+ A figure over a hundred
 languages is a sample twice: of languages, and of English sentences. So both are drawn again, with
 replacement, the same ones for both systems (Koehn 2004, with a level above). An English sentence is
 drawn once for all languages that have a translation of it: its rows are not independent, and as if
@@ -11,7 +11,7 @@ drawn languages of the difference of their corpus scores.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,8 +19,6 @@ import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from gshard.mt.batching.tokenizer import Task
-from gshard.mt.data.corpus import Corpus
 from gshard.mt.evaluation.scores import cut_of
 
 MetricName = Literal["bleu", "chrf"]
@@ -110,89 +108,3 @@ def drawn_languages(count: int, resamples: int, rng: np.random.Generator) -> np.
 def drawn_sentences(count: int, draws: int, rng: np.random.Generator) -> np.ndarray:
     """For each draw how often each of `count` English sentences is in it: [D, E]."""
     return rng.multinomial(count, np.full(count, 1 / count), size=draws).astype(np.float64)
-
-
-Shares = Mapping[str, Sequence[Sequence[float]]]  # by task: for each layer, each expert's share
-
-
-@dataclass(frozen=True)
-class LayerUse:
-    """One layer of experts: bits about the language, and each language's nearest other one."""
-
-    side: str
-    layer: int
-    bits: float
-    nearest: dict[str, str]
-
-
-def layers_of(experts: Mapping[str, Shares]) -> list[LayerUse]:
-    """Every layer with experts, the encoder's first, from the loads of `evaluation.json`."""
-    found = []
-    for side in ("encoder", "decoder"):
-        tasks = sorted(experts.get(side, {}))
-        if len(tasks) < 2:
-            continue
-        shares_TLE = np.array([experts[side][task] for task in tasks], np.float64)
-        for layer in range(shares_TLE.shape[1]):
-            shares_TE = shares_TLE[:, layer]
-            shares_TE = shares_TE / np.maximum(shares_TE.sum(axis=1, keepdims=True), 1e-12)
-            nearest = [tasks[place] for place in nearest_other(shares_TE)]
-            pairs = dict(zip(tasks, nearest, strict=True))
-            found.append(LayerUse(side, layer, information(shares_TE), pairs))
-    return found
-
-
-def information(shares_TE: np.ndarray) -> float:
-    """The mutual information of language and expert in bits, all languages equally likely.
-
-    It is 0 if all languages use the experts alike, and log2 of the number of experts at most.
-    """
-    mean_E = shares_TE.mean(axis=0)
-    ratio_TE = np.divide(shares_TE, mean_E, out=np.ones_like(shares_TE), where=shares_TE > 0)
-    return float(np.mean(np.sum(shares_TE * np.log2(ratio_TE), axis=1)))
-
-
-def nearest_other(shares_TE: np.ndarray) -> list[int]:
-    """For each language the other one that uses the experts most alike, by the cosine."""
-    unit_TE = shares_TE / np.maximum(np.linalg.norm(shares_TE, axis=1, keepdims=True), 1e-12)
-    alike_TT = unit_TE @ unit_TE.T
-    np.fill_diagonal(alike_TT, -np.inf)
-    return [int(place) for place in alike_TT.argmax(axis=1)]
-
-
-@dataclass(frozen=True)
-class Recited:
-    """How much of a system's output is training text, how much is right, and its length."""
-
-    verbatim: float  # share of outputs that are sentences of the training text
-    exact: float  # share of outputs that are the reference
-    length: float  # words of all outputs, over those of all references
-
-
-def verbatim(
-    pairs: Mapping[str, Sequence[tuple[str, str]]], known: Mapping[str, Collection[str]]
-) -> Recited:
-    """From (output, reference) by target language, and the training text in each of them.
-
-    Where no held-out sentence is in the training text, an output that is one is not its reference,
-    however fluent. Lengths are compared as well: memorized outputs are mostly short.
-    """
-    total = verbatim = exact = words = wanted = 0
-    for target, each in pairs.items():
-        for output, reference in each:
-            total += 1
-            verbatim += output in known[target]
-            exact += output == reference
-            words += len(output.split())
-            wanted += len(reference.split())
-    return Recited(verbatim / max(total, 1), exact / max(total, 1), words / max(wanted, 1))
-
-
-def training_targets(corpus: Corpus, tasks: Sequence[Task]) -> dict[str, set[str]]:
-    """The distinct sentences of the training text in each target language."""
-    found: dict[str, set[str]] = {}
-    for task in tasks:
-        column = "english" if task.target == "en" else "source"
-        texts = corpus.read(task.foreign, "train", [column])[column].to_pylist()
-        found.setdefault(task.target, set()).update(texts)
-    return found

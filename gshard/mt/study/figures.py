@@ -1,4 +1,4 @@
-"""The arithmetic of a study's figures and tables, from what its runs left behind.
+"""The arithmetic of a study's tables and figures, from what its runs left behind.
 
 The paper's figure is Delta-BLEU by language, the languages in order of their text and smoothed over
 ten; its table has the cost beside the quality; its efficiency figure says what a training loss
@@ -11,18 +11,15 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from gshard.mt import atomic
 from gshard.mt.atomic import known_object
 from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION
 from gshard.mt.report import measures
 from gshard.mt.report.gathered import gather
-from gshard.mt.report.measures import Curve, centred_mean
+from gshard.mt.report.measures import Curve
 from gshard.mt.study.plan import TRAINED, Study
-from gshard.pages import Chart, ChartAxis, Series, curves
 
 METRICS = ("bleu", "chrf")
 GROUPS = ("all", "high", "mid", "low")
@@ -152,65 +149,3 @@ def efficiency(found: Sequence[Scored]) -> list[Reached]:
         when = tuple((r["tokens"], r["seconds"]) if r else None for r in records)
         rows.append(Reached(loss, when))
     return rows
-
-
-TITLES = {"bleu": "BLEU", "chrf": "chrF++"}
-_CLOCKS = (("tokens", "tokens", 1e6, "million target tokens"), ("time", "seconds", 60.0, "minutes"))
-_HEIGHT = 330
-
-
-def draw(found: Sequence[Scored], zero: Mapping[str, Mapping[str, Any]], out: Path) -> list[Path]:
-    """All figures that there are numbers for."""
-    charts = {f"{metric}_by_language": _by_language(found, zero, metric) for metric in TITLES}
-    for name, clock, scale, unit in _CLOCKS:
-        charts[f"loss_by_{name}"] = _losses(found, clock, scale, unit)
-    for name, chart in charts.items():
-        with atomic.new_file(out / f"{name}.svg") as part:
-            chart.save(part)
-    return [out / f"{name}.svg" for name in charts]
-
-
-def _series(
-    model: Scored, found: Sequence[Scored], points: Sequence[tuple[float, float]]
-) -> Series:
-    """A colour for each number of experts, dashes for the shallower models."""
-    kinds = sorted({each.experts for each in found})
-    is_shallow = model.layers < max(each.layers for each in found)
-    colour = f"var(--s{kinds.index(model.experts) % 12})"
-    return Series(points, model.label, colour, dashed=is_shallow)
-
-
-def _by_language(
-    found: Sequence[Scored], zero: Mapping[str, Mapping[str, Any]], metric: str
-) -> Chart:
-    """The paper's figure: over the baselines if there are any, else the scores themselves."""
-    tasks = {**zero, **{name: task for model in found for name, task in model.scores.items()}}
-    order = by_resource(tasks)
-    series = []
-    for model in found:
-        values = (
-            deltas(model, zero, order, metric)
-            if zero
-            else [model.scores[n][metric] if n in model.scores else None for n in order]
-        )
-        smooth = enumerate(centred_mean(values))  # over ten languages, as in the paper
-        points = [(float(place), value) for place, value in smooth if value is not None]
-        series.append(_series(model, found, points))
-    title = f"{TITLES[metric]}{' over bilingual baselines' if zero else ''}"
-    labels = [name.partition("-")[0] for name in order]
-    x = ChartAxis("languages, those with the most training text first", labels=labels)
-    y = ChartAxis(f"{title}, mean of 10 languages", zero=bool(zero))
-    return curves(f"{title} by language", series, x, y, _HEIGHT)
-
-
-def _losses(found: Sequence[Scored], clock: str, scale: float, unit: str) -> Chart:
-    """Training cross-entropy against tokens or against time."""
-    series: list[Series] = []
-    ends: list[float] = []
-    for model in found:
-        losses = model.curve.smoothed
-        times = (record[clock] / scale for record in model.curve.records)
-        series.append(_series(model, found, list(zip(times, losses, strict=True))))
-        ends += losses[len(losses) // 10 :]
-    y = ChartAxis("cross-entropy", *((min(ends) - 0.05, max(ends)) if ends else ()))
-    return curves("Training cross-entropy", series, ChartAxis(unit, low=0.0), y, _HEIGHT)

@@ -1,6 +1,6 @@
-"""The report of a study: the paper's figures and tables as files, and the page of all its runs.
+"""The report of a study: the paper's tables as files, and the page of all its runs.
 
-`study.json` has every number that the tables and figures show; `tables.md` is for documents;
+`study.json` has every number that the tables show; `tables.md` is for documents;
 `report.html` is the page of `gshard report` over all runs that have begun.
 """
 
@@ -25,10 +25,7 @@ from gshard.mt.study import figures, tables
 from gshard.mt.study.analysis import (
     METRICS,
     PairedTexts,
-    layers_of,
     paired_bootstrap,
-    training_targets,
-    verbatim,
 )
 from gshard.mt.study.figures import GROUPS, Scored
 from gshard.mt.study.plan import TRANSLATED, Study, entry
@@ -54,18 +51,14 @@ def write_results(plan: Study, out: Path) -> list[Path]:
         "comparisons": comparisons(plan, found, before),
         "efficiency": [dataclasses.asdict(row) for row in figures.efficiency(found)],
         "languages": _languages(found, zero),
-        "experts": _experts(plan, found),
-        "recited": _verbatim(plan, found, before),
-        "examples": _examples(plan, found),
     }
     atomic.write_json(out / RESULTS, results)
     with atomic.new_file(out / TABLES) as part:
         part.write_text(tables.all_tables(results), encoding="utf-8")
-    written = [out / RESULTS, out / TABLES, *figures.draw(found, zero, out)]
     begun = [plan.place(run.name) for run in plan.runs]
     begun = [place for place in begun if (place / RECORDS).is_file()]
     page, _ = write_report(begun, out / "report.html")
-    return [*written, page]
+    return [out / RESULTS, out / TABLES, page]
 
 
 def _summary(
@@ -143,53 +136,6 @@ def _languages(
             ]
         rows.append(row)
     return rows
-
-
-def _experts(plan: Study, found: Sequence[Scored]) -> dict[str, list[dict[str, Any]]]:
-    """How each mixture's layers use their experts."""
-    uses = {}
-    for model in found:
-        evaluation = known_object(plan.place(model.name) / EVALUATION) or {}
-        if layers := layers_of(evaluation.get("experts", {})):
-            uses[model.label] = [dataclasses.asdict(layer) for layer in layers]
-    return uses
-
-
-def _verbatim(plan: Study, found: Sequence[Scored], before: Mapping[str, Any]) -> dict[str, Any]:
-    """How much of each model's output is its training text; known ones are not counted again."""
-    digests = {
-        model.name: str((known_object(plan.place(model.name) / TRANSLATED) or {}).get("digest"))
-        for model in found
-    }
-    old = before.get("recited", {})
-    known = {n: old[n] for n, digest in digests.items() if old.get(n, {}).get("digest") == digest}
-    run = Run.open(plan.place(found[0].name))
-    tasks = tasks_of(run.tokenizer, plan.evaluate.languages)
-    train = training_targets(run.corpus, tasks) if len(known) < len(found) else {}
-    for name, digest in digests.items():
-        if name not in known:
-            pairs: dict[str, list[tuple[str, str]]] = {}
-            for pair in paired_translations(plan, name, name).values():
-                outputs = zip(pair.first, pair.references, strict=True)
-                pairs.setdefault(pair.target, []).extend(outputs)
-            known[name] = {"digest": digest, **dataclasses.asdict(verbatim(pairs, train))}
-    return {model.name: {**known[model.name], "label": model.label} for model in found}
-
-
-def _examples(plan: Study, found: Sequence[Scored]) -> list[dict[str, Any]]:
-    """To read: the first sentence by its hash of the largest, the middle and the least language."""
-    order = figures.by_resource(found[0].scores)
-    shown: list[dict[str, Any]] = []
-    for task in dict.fromkeys(order[place] for place in (0, len(order) // 2, -1)):
-        entry: dict[str, Any] = {}
-        for model in found:
-            evaluation = known_object(plan.place(model.name) / EVALUATION) or {}
-            mine = [each for each in evaluation.get("examples", []) if each["task"] == task]
-            if mine:
-                entry.setdefault("translations", {})[model.label] = mine[0]["translation"]
-                entry |= {name: mine[0][name] for name in ("task", "source", "reference")}
-        shown += [entry] if entry else []
-    return shown
 
 
 def comparisons(

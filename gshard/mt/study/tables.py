@@ -22,9 +22,6 @@ def all_tables(results: Mapping[str, Any]) -> str:
         ("By direction", directions(results)),
         ("What a training cross-entropy costs", efficiency(results)),
         ("Paired bootstrap over languages and English sentences", comparisons(results)),
-        ("Translated or memorised", verbatim(results)),
-        ("What the experts learnt", experts(results)),
-        ("Examples", examples(results)),
         ("Languages", languages(results)),
     ]
     return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts if text) + "\n"
@@ -169,49 +166,6 @@ def comparisons(results: Mapping[str, Any]) -> str:
                 rows.append([*row, _signed(found["mean"], 2), interval, f"{found['p']:.3f}"])
     heads = ["comparison", "languages", "score", "difference", "95% interval", "p"]
     return table(heads, rows) if rows else ""
-
-
-def verbatim(results: Mapping[str, Any]) -> str:
-    """How much of a model's output is a sentence of its training text."""
-    rows = [
-        [
-            each["label"],
-            f"{each['verbatim']:.1%}",
-            f"{each['exact']:.1%}",
-            f"{each['length']:.2f}",
-        ]
-        for each in results["recited"].values()
-    ]
-    heads = ["model", "sentences of the training text", "exactly the reference", "length"]
-    return table(heads, rows)
-
-
-def experts(results: Mapping[str, Any]) -> str:
-    """Bits that an expert tells about the language, and pairs that use the experts most alike."""
-    rows = []
-    for label, layers in results["experts"].items():
-        for layer in layers:
-            mutual = sorted(
-                f"{a.partition('-')[0]} and {b.partition('-')[0]}"
-                for a, b in layer["nearest"].items()
-                if a < b and layer["nearest"][b] == a
-            )
-            place = f"{layer['side']} {layer['layer'] + 1}"
-            rows.append([label, place, f"{layer['bits']:.2f}", ", ".join(mutual[:12])])
-    heads = ["model", "layer", "bits", "nearest to each other, the first twelve by name"]
-    return table(heads, rows) if rows else ""
-
-
-def examples(results: Mapping[str, Any]) -> str:
-    """What each model makes of a few sentences."""
-    parts = []
-    for each in results["examples"]:
-        rows = [["source", each["source"]], ["reference", each["reference"]]]
-        rows += [[label, text] for label, text in each["translations"].items()]
-        rows = [[head, text.replace("|", "\\|").replace("\n", " ")] for head, text in rows]
-        lines = ["| | " + each["task"] + " |", "|---|---|"]
-        parts.append("\n".join([*lines, *(f"| {head} | {text} |" for head, text in rows)]))
-    return "\n\n".join(parts)
 
 
 def languages(results: Mapping[str, Any]) -> str:

@@ -96,7 +96,11 @@ def test_an_interrupted_gathering_resumes_and_its_tests_are_what_they_are_called
     assert set(corpus.manifest["languages"]) == {"de", "ru"}
     again, _ = gather(config)
     assert again.manifest == corpus.manifest
+    compared_with_a_loop(corpus)
 
+
+def compared_with_a_loop(corpus):
+    """Every label, by looking at all training text; and how much of that was kept."""
     rows = {
         (language, split): pq.read_table(corpus.path(language, split)).to_pylist()
         for language, entry in corpus.manifest["languages"].items()

@@ -6,6 +6,7 @@ import json
 import jax
 import pytest
 
+from benchmarks import studied
 from gshard.mt.atomic import known_object
 from gshard.mt.errors import UserError
 from gshard.mt.run import Run
@@ -163,14 +164,11 @@ def _scored_without_weights(plan):
     assert {path.name for path in written} == {
         "study.json",
         "tables.md",
-        "bleu_by_language.svg",
-        "chrf_by_language.svg",
-        "loss_by_tokens.svg",
-        "loss_by_time.svg",
         "report.html",
     }
     results = json.loads((plan.folder / "report" / "study.json").read_text())
     assert [model["name"] for model in results["models"]] == ["dense", "moe", "longer"]
+    assert set(studied.findings(plan)["recited"]) == {"dense", "moe", "longer"}
     (compared,) = results["comparisons"]
     assert compared["groups"]["all"]["chrf"]["languages"] == 3
     evaluation = known_object(plan.place("moe") / "evaluation.json")

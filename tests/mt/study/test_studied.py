@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gshard.mt.study.analysis import information, layers_of, nearest_other
+from benchmarks.studied import copied, information, layers_of, nearest_other, training_targets
 
 
 def test_equal_loads_tell_nothing_and_an_expert_of_ones_own_tells_all():
@@ -39,3 +39,17 @@ def test_layers_come_in_order_and_a_dense_model_has_none():
     assert [use.bits for use in found] == pytest.approx([1, 0, 1, 0])
     assert found[0].nearest == {"de-en": "fr-en", "fr-en": "de-en"}
     assert layers_of({}) == []
+
+
+def test_an_output_that_is_in_the_training_text_is_verbatim():
+    outputs = {"en": [("a b c", "a b c d"), ("x", "y"), ("p q", "p q")], "de": [("ja", "nein")]}
+    found = copied(outputs, {"en": {"a b c", "y"}, "de": {"ja"}})
+    assert (found.verbatim, found.exact, found.length) == (2 / 4, 1 / 4, 7 / 8)
+
+
+def test_the_training_text_is_that_of_the_target_side(corpus, tokenizer):
+    texts = training_targets(corpus, tokenizer.tasks)
+    assert set(texts) == {"en", "de", "ru", "fr"}
+    pairs = list(corpus.pairs("ru"))
+    assert texts["ru"] == {source for source, _ in pairs}
+    assert {english for _, english in pairs} <= texts["en"]
