@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard.autosharding.cost import sharding_of
@@ -36,8 +36,8 @@ from gshard.autosharding.traced import of_arrays, path_name, result_name
 from gshard.capture.flatten import inline
 from gshard.capture.inside import Inside, TensorSite, places
 from gshard.capture.placement import device_order
-from gshard.graph import LOOPS, map_bodies
-from gshard.graph.evaluate import bind, evaluate
+from gshard.graph.evaluate import bind, evaluate, rebuilt
+from gshard.graph.regions import LOOPS
 from gshard.jit import Jitted, jit
 from gshard.runtime.stages import Lowered
 from gshard.tensors.annotate import Annotation, annotate
@@ -85,8 +85,17 @@ def constrained(
         given = [leaves[i] for i in arrays]
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
         flat = inline(closed, device_order(devices))
-        results = jaxpr_as_fun(_with_constraints(flat, _found(flat, constraints)))(*given)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        marked = _found(flat, constraints)
+
+        def interpret(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+            inside = eqn.params if eqn.primitive in LOOPS else {}
+            results = bind(eqn, values, **{k: rebuilt(v, interpret) for k, v in inside.items()})
+            return [
+                jax.lax.with_sharding_constraint(value, marked[var]) if var in marked else value
+                for var, value in zip(eqn.outvars, results, strict=True)
+            ]
+
+        return jax.tree.unflatten(jax.tree.structure(shapes), evaluate(flat, given, interpret))
 
     return with_constraints
 
@@ -102,24 +111,6 @@ def _found(flat: ClosedJaxpr, constraints: Sequence[Constraint]) -> dict[Any, Na
             if place == wanted and (numbers is None or number in numbers):
                 found[var] = sharding
     return found
-
-
-def _with_constraints(closed: ClosedJaxpr, marked: Mapping[Any, NamedSharding]) -> ClosedJaxpr:
-    """The program, and the bodies of its loops, with the constraints."""
-
-    def interpret(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        if eqn.primitive in LOOPS:
-            eqn = map_bodies(eqn, lambda body: _with_constraints(body, marked))
-        results = list(bind(eqn, values))
-        for i, var in enumerate(eqn.outvars):
-            if var in marked:
-                results[i] = jax.lax.with_sharding_constraint(results[i], marked[var])
-        return results
-
-    def run(*values: Any) -> Any:
-        return evaluate(closed, values, interpret)
-
-    return jax.make_jaxpr(run)(*[v.aval for v in closed.jaxpr.invars])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -144,10 +135,10 @@ class Layout:
     inside: tuple[AnnotatedInside, ...] = ()
     results: tuple[Annotated, ...] = ()
     considered: tuple[Considered, ...] = dataclasses.field(default=(), compare=False)
-    lowered: Lowered | None = dataclasses.field(default=None, compare=False, repr=False)
-    function: Callable[..., Any] | None = dataclasses.field(default=None, compare=False, repr=False)
-    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    arguments: Any = dataclasses.field(default=None, compare=False, repr=False)
+    lowered: Lowered | None = dataclasses.field(default=None, compare=False)
+    function: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    arguments: Any = dataclasses.field(default=None, compare=False)
     limit: int = dataclasses.field(default=0, compare=False)
     meshes: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)
     phases: Mapping[str, tuple[float, float]] = dataclasses.field(
