@@ -127,11 +127,14 @@ def test_the_badges_are_made_from_the_project():
 def test_the_table_of_extras_is_in_the_docs():
     """Every extra that can be counted has a row; sizes differ between environments."""
     page = (ROOT / "docs" / "howto" / "install.md").read_text()
-    rows = [line for line in extras.table().splitlines() if "not counted" not in line]
+    table, _, exclusive = extras.table().partition("\n\n")
+    rows = [line for line in table.splitlines() if "not counted" not in line]
     assert rows[0] in page
     assert len(rows) > 6
     for row in rows[2:]:
         assert f"\n{row.split('|')[1].join('||')}" in page
+    assert exclusive == "`export` and `huggingface` exclude each other: transformers"
+    assert "`export` and `huggingface` exclude each other" in page
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert extras.needed(project) < extras.needed(project, "mt") | extras.needed(project)
 

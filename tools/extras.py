@@ -1,17 +1,20 @@
 """`python -m tools.extras`: how many packages and megabytes each extra of gshard installs.
 
 Counted from the files of the installed distributions, without a network. An extra with a package
-that is not installed in this environment is named, and not counted.
+that is not installed in this environment is named, and not counted. Below the table are the pairs
+of extras that cannot be installed together.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +42,28 @@ def needed(project: dict[str, list[str]], extra: str = "") -> set[str]:
         found.add(name)
         waiting += _active(importlib.metadata.requires(name) or (), extras)
     return found
+
+
+def exclusive(project: dict[str, list[str]]) -> dict[tuple[str, str], str]:
+    """The pairs of extras that exclude each other by what gshard declares; and the package."""
+    found = {}
+    own = {name: dict(_declared(project, name)) for name in project["optional-dependencies"]}
+    for (one, ours), (other, theirs) in itertools.combinations(own.items(), 2):
+        for package in ours.keys() & theirs.keys():
+            both = ours[package] & theirs[package]
+            if not any(both.contains(bound.version) for bound in both):  # lower bounds, among them
+                found[one, other] = package
+    return found
+
+
+def _declared(project: dict[str, list[str]], extra: str) -> Iterator[tuple[str, SpecifierSet]]:
+    """The packages that an extra names, itself or by another extra, with their versions."""
+    for wanted in map(Requirement, requirements(project, extra)):
+        if wanted.name == "gshard":
+            for inner in wanted.extras:
+                yield from _declared(project, inner)
+        elif wanted.specifier:
+            yield canonicalize_name(wanted.name), wanted.specifier
 
 
 def _active(lines: Iterable[str], extras: Iterable[str]) -> list[Requirement]:
@@ -77,6 +102,8 @@ def table() -> str:
             continue
         megabytes = sum(map(size, added)) / 1e6
         rows.append(f"| `gshard[{extra}]` | + {len(added)} | + {megabytes:.0f} MB |")
+    pairs = exclusive(project).items()
+    rows += ["", *(f"`{a}` and `{b}` exclude each other: {package}" for (a, b), package in pairs)]
     return "\n".join(rows)
 
 

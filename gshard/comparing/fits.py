@@ -154,19 +154,24 @@ def _largest(
 ) -> tuple[int, int]:
     """The largest batch that was seen to fit, a multiple of `unit`, and the smallest that does not.
 
-    Memory grows nearly in proportion: a line through the two nearest batches tells which to try.
+    A line through two batches says which to try: the first through none and `now`, those after it
+    through the largest that fits and the smallest that does not, or the two nearest to the limit.
     """
-    known = {now: needed_now}
+    known = {0: 0, now: needed_now}
     low, high = (now, 0) if needed_now <= limit else (0, now)
     for _ in range(_PROBES):
-        if high and high - low <= max(unit, _PRECISION * high):
+        near = max(unit, _PRECISION * high)
+        if high and high - low <= near:
             break
-        rows = 2 * low if not high else high // 2 if not low else 0
-        if len(known) > 1:
-            (a, at_a), (b, at_b) = sorted(known.items(), key=lambda k: abs(k[1] - limit))[:2]
-            slope = (at_b - at_a) / (b - a)
-            rows = int(a + (limit - at_a) / slope) if slope > 0 else 4 * max(known)
-            rows = rows if rows > low or not low else 2 * low
+        a, b = (
+            (low, high) if low and high else sorted(known)[-2:] if low else sorted(known)[:3][-2:]
+        )
+        a = a if known[b] > known[a] else 0
+        rows = int(a + (limit - known[a]) * (b - a) / max(known[b] - known[a], 1))
+        if not high:
+            rows = max(rows, 2 * low)
+        elif low:  # near one of the two, the next is nearer to the other
+            rows = int(min(max(rows, low + near / 2), high - near / 2))
         rows = max(unit, rows // unit * unit, low + unit)
         rows = min(rows, high - unit) if high else rows
         if rows in known or rows < unit:

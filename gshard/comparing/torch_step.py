@@ -1,4 +1,4 @@
-"""A training step of a PyTorch module: gradient descent on the mean of its results."""
+"""A training step of a PyTorch module: gradient descent on its loss, or the mean of its results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def step_of_torch(
 ) -> tuple[Any, tuple[Any, ...]]:
     """A step and its arguments, for a module, the shapes of its inputs and `from_torch`'s `remat`.
 
-    Inputs are split over the devices along their first dim (data parallelism); what is in the
-    module, dropout and its mode, is as it was exported.
+    Inputs are split over the devices along their first dim (data parallelism); a dict has inputs by
+    name. What is in the module, dropout and its mode, is as it was exported.
     """
     import torch
 
@@ -25,17 +25,23 @@ def step_of_torch(
     def example(x: Any) -> Any:
         return torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="meta")
 
-    function, params = from_torch(module.to("meta"), tuple(map(example, inputs)), remat=remat)
+    def by_name(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return ((), inputs[0]) if [*map(type, inputs)] == [dict] else (inputs, {})
 
-    def mean(params: Any, key: Any, inputs: Any) -> Any:
-        results = jax.tree.leaves(function(params, *inputs, key=key))
-        floats = [x for x in results if jnp.issubdtype(x.dtype, jnp.floating)]
-        return sum(jnp.mean(x.astype(jnp.float32)) for x in floats)
+    examples = by_name(jax.tree.map(example, inputs))
+    function, params = from_torch(module.to("meta"), *examples, remat=remat)
+
+    def loss(params: Any, key: Any, inputs: Any) -> Any:
+        args, kwargs = by_name(inputs)
+        result = function(params, *args, key=key, **kwargs)
+        own = getattr(result, "loss", None)  # Hugging Face's, of inputs with labels
+        floats = [x for x in jax.tree.leaves(result) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return sum(jnp.mean(x.astype(jnp.float32)) for x in floats) if own is None else own
 
     def step(params: Any, key: Any, *inputs: Any) -> Any:
         parts = jax.device_count()
-        split = [gshard.split(x, 0, parts) if x.ndim else x for x in inputs]
-        gradients = jax.grad(mean)(params, key, split)
+        split = jax.tree.map(lambda x: gshard.split(x, 0, parts) if x.ndim else x, inputs)
+        gradients = jax.grad(loss)(params, key, split)
         return jax.tree.map(lambda w, g: w - 1e-3 * g, params, gradients)
 
     step.__name__ = type(module).__name__

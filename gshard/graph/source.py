@@ -61,18 +61,23 @@ def span_of(eqn: JaxprEqn) -> tuple[str, int, int, int, int] | None:
 
 def _user_line(source_info: Any) -> str:
     frame = _user_frame(source_info.traceback)
-    if frame is None or not frame.function_name.startswith(MODULE):
-        return shown_line([(frame.file_name, frame.start_line)] if frame else [])
-    path = frame.file_name
-    path = os.path.basename(path) if _IS_LIBRARY in path else shown_path(path)
-    module = frame.function_name.removeprefix(MODULE)
-    return f"{path}:{frame.start_line}" + (f", {module}" if module else "")
+    known = [(frame.file_name, frame.start_line, frame.function_name)] if frame else []
+    return shown_line(known)
 
 
-def shown_line(frames: Sequence[tuple[str, int]]) -> str:
-    """`file:line` of the user's among stack frames, the innermost first; "unknown" without any."""
+def shown_line(frames: Sequence[tuple[str, int, str]]) -> str:
+    """`file:line` of the user's among stack frames, the innermost first; "unknown" without any.
+
+    A frame is its file, line and function. A line of a torch model is followed by its module.
+    """
+    of_model = [f for f in frames if f[2].startswith(MODULE)]
     own = [f for f in frames if _IS_LIBRARY not in f[0]]
-    return f"{shown_path((own or frames)[0][0])}:{(own or frames)[0][1]}" if frames else "unknown"
+    path, line, function = (of_model or own or frames or [("", 0, "")])[0]
+    if not of_model:
+        return f"{shown_path(path)}:{line}" if path else "unknown"
+    path, module = shown_path(path), function.removeprefix(MODULE)
+    path = os.path.basename(path) if _IS_LIBRARY in of_model[0][0] else path
+    return f"{path}:{line}" + (f", {module}" if module else "")
 
 
 def shown_path(path: str) -> str:

@@ -170,27 +170,28 @@ class HloProgram:
         here = re.search(r'source_file="([^"]*)" source_line=(\d+)', found.text)
         frame = found.attribute(r"stack_frame_id=(\d+)")
         if here or not frame:
-            return shown_line([(here[1], int(here[2]))] if here else [])
+            return shown_line([(here[1], int(here[2]), "")] if here else [])
         return shown_line(list(self._frames_from(int(frame))))
 
-    def _frames_from(self, number: int) -> Iterator[tuple[str, int]]:
-        """Files and lines of a stack, the innermost first."""
+    def _frames_from(self, number: int) -> Iterator[tuple[str, int, str]]:
+        """Files, lines and functions of a stack, the innermost first."""
         while number in self._frames:
             place, outer = self._frames[number]
-            file, line = self._places[place]
-            yield self._files[file], line
+            file, function, line = self._places[place]
+            yield self._names["File"][file], line, self._names["Function"][function]
             # XLA prints the parent's number plus one, so that 1 is none.
             number = outer - 1 if outer - 1 < number else 0
 
     @functools.cached_property
-    def _files(self) -> dict[int, str]:
-        listed = re.findall(r"^FileNames\n(.*?)\n\n", self._text, re.M | re.S)[0]
-        return {int(n): f for n, f in re.findall(r'^(\d+) "(.*)"$', listed, re.M)}
+    def _names(self) -> dict[str, dict[str, str]]:
+        listed = re.findall(r"^(File|Function)Names\n(.*?)\n\n", self._text, re.M | re.S)
+        return {kind: dict(re.findall(r'^(\d+) "(.*)"$', names, re.M)) for kind, names in listed}
 
     @functools.cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
-        listed = r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)"
-        return {int(n): (int(f), int(i)) for n, f, i in re.findall(listed, self._text, re.M)}
+    def _places(self) -> dict[int, tuple[str, str, int]]:
+        listed = r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)"
+        found = re.findall(listed, self._text, re.M)
+        return {int(n): (file, function, int(line)) for n, file, function, line in found}
 
     @functools.cached_property
     def _frames(self) -> dict[int, tuple[int, int]]:

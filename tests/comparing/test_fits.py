@@ -80,11 +80,11 @@ def test_which_arguments_begin_with_the_batch():
 @settings(max_examples=100)
 @given(
     st.integers(1, 300), st.integers(0, 10_000), st.integers(1, 1000), st.floats(0.0, 0.3),
-    st.integers(100, 10**6), st.sampled_from([1, 8]),
+    st.integers(100, 10**9), st.sampled_from([1, 8]), st.sampled_from([0, 10**4, 10**6]),
 )  # fmt: skip
-def test_the_search_brackets_the_largest_batch(now, base, slope, bend, limit, unit):
-    def needed(rows):
-        return int(base + slope * rows * (1 + bend * (rows > 50)))
+def test_the_search_brackets_the_largest_batch(now, base, slope, bend, limit, unit, plateau):
+    def needed(rows):  # weights alone, until there is more of the batch than of them
+        return int(max(plateau, base + slope * rows * (1 + bend * (rows > 50))))
 
     probes = []
     now *= unit
@@ -93,5 +93,8 @@ def test_the_search_brackets_the_largest_batch(now, base, slope, bend, limit, un
     assert low == 0 or needed(low) <= limit
     assert high == 0 or needed(high) > limit
     assert all(n % unit == 0 for n in (low, high))
+    assert high
     if needed(unit) > limit:
         assert low == 0
+    else:
+        assert high - low <= max(unit, 0.02 * high)

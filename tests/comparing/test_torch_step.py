@@ -27,6 +27,44 @@ def test_a_module_is_compared_and_fits():
     assert room.batch == 8192 < room.largest
 
 
+class Sums(torch.nn.Module):
+    """A stack over a new dim is none over the batch, with which torch would merge it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(3)])
+
+    def forward(self, x):
+        return torch.stack([torch.tanh(layer(x)) for layer in self.layers]).sum(0)
+
+
+class Labelled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(64, 8, bias=False)
+
+    def forward(self, *, labels, x):
+        return torch.nn.functional.cross_entropy(self.head(x), labels)
+
+
+def test_inputs_by_name():
+    def inputs(rows):
+        x = jax.ShapeDtypeStruct((rows, 64), np.float32)
+        return {"x": x, "labels": jax.ShapeDtypeStruct((rows,), np.int64)}
+
+    step = Step(Labelled(), (inputs(64),))
+    for given in (step, step.with_args((*step.args[:2], inputs(128)))):
+        found = given.by_gshard(hardware("h100"))
+        assert sum(c.bytes for c in found.collectives) == 2 * 7 * 64 * 8 * 4 // 8
+
+
+def test_a_stack_of_the_batch_sends_the_weights_alone():
+    found = compare(Step(Sums(), (jax.ShapeDtypeStruct((64, 64), np.float32),)), "h100")
+    assert [p.sent for p in found.programs] == [2 * 7 * 3 * 64 * 64 * 4 // 8] * 2
+    assert found.lines == ()
+    assert found.same[0] == 1  # a line of this file in both
+
+
 def test_layers_of_a_module_computed_again_are_a_change():
     layers = [
         torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 64))

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
 from gshard.contrib.torch import from_torch  # noqa: E402
-from gshard.contrib.torch.exported import OPERATORS  # noqa: E402
+from gshard.contrib.torch.exported import OPERATORS, name_of  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,11 @@ def used(functions, *inputs):
             assert got.dtype == kind, (name, got.dtype, kind)
             np.testing.assert_allclose(got, want, 3e-6, 3e-6, err_msg=name)
     check_gradients(functions, function, params, inputs)
-    return {step[3] for step in function._graph._steps.values() if step}
+    return lowered_by(function)
+
+
+def lowered_by(function):
+    return {name_of(node) for node, step in function._graph._steps.items() if step}
 
 
 def check_gradients(functions, function, params, inputs):
@@ -140,7 +144,8 @@ def test_shapes():
         "slice": lambda x: x[:, 1:, ::2] + x[:, -2:, 1::2],
         "select": lambda x: x.select(1, -1) + x[1, 2],
         "split": lambda x: [*x.split(2, 1), *x.chunk(3, 2), *x.unbind(0), *x.split([1, 2], 1)],
-        "cat": lambda x: torch.cat([x, x[:, :1]], 1) + torch.stack([x, x], 1).sum(),
+        "cat": lambda x: torch.cat([x, x[:, :1]], 1),
+        "stack": lambda x: torch.stack([x, 2 * x, x], 1) * torch.stack([x, x, x], -3),
         "empty": lambda x: torch.cat([torch.zeros(0), x[0, 0]]),
         "repeat": lambda x: x.repeat(2, 1, 1, 2) + x.repeat_interleave(2, 2).sum(),
         "flip": lambda x: x.flip(0, 2) + x.roll(1, 1) + x.roll((1, 2), (0, 2)),
@@ -253,7 +258,7 @@ def test_recurrences(kind):
     found = function(params, jnp.asarray(x.numpy()))
     for want, got in zip(jax.tree.leaves(module(x)), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(got, want.detach().numpy(), 1e-5, 1e-6)
-    COVERED.update(step[3] for step in function._graph._steps.values() if step)
+    COVERED.update(lowered_by(function))
 
 
 def test_experts_of_hugging_face_are_ragged_products():

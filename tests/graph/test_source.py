@@ -14,6 +14,13 @@ from gshard.nn import experts
 OWN, LIBRARY = "/home/user/model.py", "/venv/site-packages/library/layer.py"
 
 
+def test_a_line_of_an_installed_torch_model_comes_before_the_users():
+    frames = [(LIBRARY, 7, "module: layers.1"), (LIBRARY, 9, "call"), (OWN, 3, "main")]
+    assert source.shown_line(frames) == "layer.py:7, layers.1"
+    assert source.shown_line(frames[1:]) == f"{OWN}:3"
+    assert source.shown_line([]) == "unknown"
+
+
 @pytest.mark.parametrize(
     ("inner", "outer", "shown"),
     [

@@ -80,7 +80,8 @@ def from_torch(
     program = export_module(module, args, kwargs)
     first: dict[int, str] = {}
     same = {name: first.setdefault(id(parameter), name) for name, parameter in named.items()}
-    function = TorchFunction(program, same, (args, kwargs), dict(lowerings or {}), module, remat)
+    graph = ExportedGraph(program.graph_module, lowerings or {}, type(module).__name__, remat)
+    function = TorchFunction(program, graph, same, (args, kwargs), module)
     return function, {name: as_jax(named[name]) for name in first.values()}
 
 
@@ -95,20 +96,16 @@ class TorchFunction:
     mode.
     """
 
-    def __init__(
-        self, program: Any, same: Any, inputs: Any, lowerings: Any, module: Any, remat: str | None
-    ):
-        self.__name__ = type(module).__name__
-        self._graph = ExportedGraph(program.graph_module, lowerings, self.__name__, remat)
-        signature, self._same = program.graph_signature, same
+    def __init__(self, program: Any, graph: ExportedGraph, same: Any, inputs: Any, module: Any):
+        self.__name__, self._graph, self._same = type(module).__name__, graph, same
+        signature = program.graph_signature
         self._reads = [(spec.kind.name, spec.target) for spec in signature.input_specs]
         self._writes = [(spec.kind.name, spec.target) for spec in signature.output_specs]
         self._inputs, self._spec = _flat(inputs)
         self._names = list(inputs[1])
         self._result = _for_jax(program.call_spec.out_spec)
         values = {**dict(module.named_buffers(remove_duplicate=False)), **program.constants}
-        tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
-        self._constants = {name: as_jax(x) for name, x in tensors.items()}
+        self._constants = {n: as_jax(x) for n, x in values.items() if isinstance(x, torch.Tensor)}
         self.buffers: dict[str, Any] = {name: self._constants[name] for name in signature.buffers}
 
     def __call__(
@@ -125,8 +122,7 @@ class TorchFunction:
         held = lambda name: _with_values(state[name])  # noqa: E731
         inputs = [read.get(kind, held)(name) for kind, name in self._reads]
         outputs = [*zip(self._graph(inputs, key), self._writes, strict=True)]
-        results = [x for x, (kind, _) in outputs if kind == "USER_OUTPUT"]
-        result = _unflat(results, self._result)
+        result = _unflat([x for x, (kind, _) in outputs if kind == "USER_OUTPUT"], self._result)
         if buffers is None:
             return result
         changed = {name: x for x, (kind, name) in outputs if kind == "BUFFER_MUTATION"}
@@ -170,26 +166,11 @@ def _with_values(array: Any) -> Any:
     return jnp.full(array.shape, -1 if whole else jnp.nan, array.dtype)
 
 
-class _Structure:
-    """The structure of a tree of torch, to be compared and kept in JAX's caches."""
-
-    def __init__(self, spec: Any):
-        self.spec, self.text = spec, repr(spec)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Structure) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-
 def _for_jax(spec: Any) -> Any:
     """`spec`, whose own types, such as Hugging Face's outputs, are made known to JAX."""
     if spec.type is not None and jax.tree_util.all_leaves([_unflat([0] * spec.num_leaves, spec)]):
         jax.tree_util.register_pytree_node(
-            spec.type,
-            lambda tree: (_flat(tree)[0], _Structure(_flat(tree)[1])),
-            lambda structure, leaves: _unflat(list(leaves), structure.spec),
+            spec.type, _flat, lambda own, leaves: _unflat(list(leaves), own)
         )
     for child in spec.children():
         _for_jax(child)

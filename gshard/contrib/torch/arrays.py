@@ -30,10 +30,8 @@ _REDUCING = "sum mean prod any amax amin argmax argmin"  # of NumPy too
 
 
 def _div(x: Any, other: Any, rounding_mode: str | None = None) -> Any:
-    if rounding_mode == "floor":
-        return jnp.floor_divide(x, other)
-    quotient = jnp.true_divide(x, other)
-    return quotient if rounding_mode is None else jnp.trunc(quotient)
+    divide = jnp.floor_divide if rounding_mode == "floor" else jnp.true_divide
+    return jnp.trunc(divide(x, other)) if rounding_mode == "trunc" else divide(x, other)
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
@@ -70,11 +68,9 @@ def axes(dim: Any) -> Any:
 
 
 def _reduced(function: Operator) -> Operator:
-    def reduce(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-        given = x if dtype is None else x.astype(dtype)
-        return function(given, axis=axes(dim), keepdims=keepdim)
-
-    return reduce
+    return lambda x, dim=None, keepdim=False, dtype=None: function(
+        x if dtype is None else x.astype(dtype), axis=axes(dim), keepdims=keepdim
+    )
 
 
 def _extreme(values: Operator, where: Operator) -> Operator:
@@ -154,10 +150,6 @@ def _unfold(x: Any, dim: int, size: int, step: int) -> Any:
     return jnp.stack(rows, -1)
 
 
-def _full(size: Sequence[int], value: Any, dtype: Any = None) -> Any:
-    return jnp.full(tuple(size), value, dtype)
-
-
 SHAPES: dict[str, Operator] = {
     "view": jnp.reshape,
     **dict.fromkeys(("alias", "clone", "_to_copy"), lambda x, **_: x),
@@ -171,17 +163,18 @@ SHAPES: dict[str, Operator] = {
     "select": lambda x, dim, index: lax.index_in_dim(x, index, dim, keepdims=False),
     "split_with_sizes": lambda x, sizes, dim=0: lax.split(x, sizes, dim % x.ndim),
     "cat": _cat,
+    "stack": jnp.stack,
     "repeat": jnp.tile,
     "flip": jnp.flip,
     "unfold": _unfold,
     "diagonal": jnp.diagonal,
     "constant_pad_nd": _pad,
     "arange": jnp.arange,
-    "full": _full,
+    "full": jnp.full,
     "full_like": lambda x, value, dtype=None: jnp.full_like(x, value, dtype=dtype),
     "scalar_tensor": lambda value, dtype=None: jnp.asarray(value, dtype),
-    "empty": lambda size, dtype=None: _full(size, 0, dtype),
-    "empty_permuted": lambda size, order, dtype=None: _full(size, 0, dtype),
+    "empty": jnp.zeros,
+    "empty_permuted": lambda size, order, dtype=None: jnp.zeros(size, dtype),
 }
 
 
@@ -192,10 +185,6 @@ def _at(x: Any, indices: Sequence[Any]) -> Any:
 def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     at = _at(x, indices)
     return at.add(values) if accumulate else at.set(values)
-
-
-def _embedding(weight: Any, indices: Any, *rest: Any) -> Any:
-    return weight.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _gather(x: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
@@ -251,7 +240,9 @@ def _histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 INDEXING: dict[str, Operator] = {
     "index": lambda x, at: _at(x, at).get(mode="promise_in_bounds"),
     "index_put": _index_put,
-    "embedding": _embedding,
+    "embedding": lambda weight, at, *_: weight.at[at].get(
+        mode="promise_in_bounds", wrap_negative_indices=False
+    ),
     "gather": _gather,
     "scatter": _scatter,
     "scatter_add": lambda x, dim, index, src: _scatter(x, dim, index, src, "add"),

@@ -12,6 +12,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from gshard.graph.source import MODULE
 OPERATORS = POINTWISE | REDUCTIONS | SHAPES | INDEXING | LAYERS | RANDOM
 
 # Kept as they are where torch would decompose them: see `layers.py`. `detach` would be lost.
-_KEPT = "linear matmul einsum scaled_dot_product_attention detach lstm gru silu"
+_KEPT = "linear matmul einsum scaled_dot_product_attention detach lstm gru silu stack"
 # Decomposed by torch although they are core operators.
 _DECOMPOSED = (
     "_adaptive_avg_pool2d _native_batch_norm_legit _native_batch_norm_legit_functional "
@@ -64,8 +65,7 @@ def _quiet() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         logging.disable(disabled)
@@ -154,9 +154,7 @@ def framed(path: str, line: int, module: str) -> Callable[..., Any]:
 class ExportedGraph:
     """A graph of torch that runs on JAX's arrays."""
 
-    def __init__(
-        self, module: Any, lowerings: Mapping[Any, Operator], shown: str, remat: str | None = None
-    ):
+    def __init__(self, module: Any, lowerings: Any, shown: str, remat: str | None):
         self.nodes = list(module.graph.nodes)
         missing: dict[Any, str] = {}
         self._steps = {node: self._step(node, lowerings, missing) for node in self.nodes}
@@ -179,31 +177,29 @@ class ExportedGraph:
         read = {user.args[1] for user in node.users if user.target is operator.getitem}
         if found is None or ("pool" in name and 1 in read):
             missing.setdefault(node.target, f"{path}:{line}, {module}".removesuffix(", "))
-        draws = name in RANDOM and node.target not in lowerings
-        return found, framed(path, line, module), draws, name
+        return found, framed(path, line, module), name in RANDOM and node.target not in lowerings
 
     def __call__(self, inputs: list[Any], key: Any) -> list[Any]:
         """The outputs for these inputs, in the order of the graph; `key` draws random numbers."""
         given, drawn = iter(inputs), itertools.count(1)
 
-        def run(
-            node: Any, values: Any, function: Operator, call: Operator, draws: bool, name: str
-        ) -> Any:
-            def random() -> Any:
-                if key is None:
-                    raise ValueError(
-                        f"{'{}:{}, {}'.format(*place_of(node))}: {name} draws random numbers: call "
-                        "the function with key=jax.random.key(0), or export after module.eval()"
-                    )
-                return jax.random.fold_in(key, next(drawn))
+        def random(node: Any) -> Any:
+            if key is None:
+                raise ValueError(
+                    f"{'{}:{}, {}'.format(*place_of(node))}: {name_of(node)} draws random numbers: "
+                    "call the function with key=jax.random.key(0), or export after module.eval()"
+                )
+            return jax.random.fold_in(key, next(drawn))
 
+        def run(node: Any, values: Any, function: Operator, call: Operator, draws: bool) -> Any:
             def read(a: Any) -> Any:
                 own = values[a] if isinstance(a, torch.fx.Node) else a
                 return dtype_of(own) if isinstance(own, torch.dtype) else own
 
             args, kwargs = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), read)
             kept = {name: value for name, value in kwargs.items() if name not in _DROPPED}
-            return call(function, args, {**kept, "random": random} if draws else kept)
+            drawing = {"random": partial(random, node)} if draws else {}
+            return call(function, args, kept | drawing)
 
         def run_all(nodes: list[Any], values: dict[Any, Any]) -> None:
             for node in nodes:
@@ -217,10 +213,7 @@ class ExportedGraph:
 
         values: dict[Any, Any] = {}
         for path, nodes in self._blocks:
-            if path:
-                _run_again(run_all, nodes, values)
-            else:
-                run_all(nodes, values)
+            (partial(_run_again, run_all) if path else run_all)(nodes, values)
         return list(torch.fx.node.map_arg(self.nodes[-1].args[0], values.__getitem__))
 
 

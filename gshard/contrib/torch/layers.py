@@ -42,8 +42,7 @@ def _attention(
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("...qd,...kd->...qk", query * scale, key, preferred_element_type=wide)
     if is_causal:
-        rows, columns = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], d) for d in (0, 1))
-        attn_mask = columns <= rows
+        attn_mask = jnp.tri(query.shape[-2], key.shape[-2], dtype=bool)
     if attn_mask is not None and attn_mask.dtype == bool:
         weights = jax.nn.softmax(jnp.where(attn_mask, scores, jnp.finfo(wide).min), -1)
         weights = weights if is_causal else jnp.where(attn_mask, weights, 0)
@@ -78,8 +77,7 @@ def _convolution(
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         pads = [(r - p, r - p + e) for r, p, e in zip(reach, padding, extra, strict=True)]
     window, image = ([1] * space, stride) if transposed else (stride, None)
-    own = {"rhs_dilation": dilation, "feature_group_count": groups}
-    y = lax.conv_general_dilated(x, weight, window, pads, image, **own)
+    y = lax.conv_general_dilated(x, weight, window, pads, image, dilation, None, groups)
     return y if bias is None else y + bias.reshape((-1,) + (1,) * space)
 
 
@@ -104,7 +102,7 @@ def _group_norm(
 
 
 def _windows(x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Any:
-    """The arguments of `lax.reduce_window` for pooling over the last dims."""
+    """The windows of `lax.reduce_window` for pooling over the last dims."""
     space = len(kernel)
     each = [list(v) * (space // len(v)) for v in (stride or kernel, padding, dilation)]
     pads = []
@@ -113,12 +111,8 @@ def _windows(x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil
         starts = n + 2 * p - d * (k - 1) - 1 - over + s
         pads.append((p, p + (s - over if ceil and over and starts < n + p else 0)))
     ones = (1,) * (x.ndim - space)
-    return {
-        "window_dimensions": (*ones, *kernel),
-        "window_strides": (*ones, *each[0]),
-        "padding": [(0, 0)] * len(ones) + pads,
-        "window_dilation": (*ones, *each[2]),
-    }
+    windows = (*ones, *kernel), (*ones, *each[0]), [(0, 0)] * len(ones) + pads
+    return *windows, None, (*ones, *each[2])
 
 
 def _max_pool(
@@ -127,7 +121,7 @@ def _max_pool(
     """The largest values; not where they were, which an unpooling would read."""
     least = -jnp.inf if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo(x.dtype).min
     around = _windows(x, kernel, stride, padding, dilation, ceil)
-    return lax.reduce_window(x, np.asarray(least, x.dtype), lax.max, **around), None
+    return lax.reduce_window(x, np.asarray(least, x.dtype), lax.max, *around), None
 
 
 def _avg_pool(
@@ -138,10 +132,10 @@ def _avg_pool(
         raise NotImplementedError("average pooling with both a padding that counts and ceil_mode")
     around = _windows(x, kernel, stride, padding, (1,), ceil_mode)
     zero = np.zeros((), x.dtype)
-    total = lax.reduce_window(x, zero, lax.add, **around)
+    total = lax.reduce_window(x, zero, lax.add, *around)
     if divisor_override or (count_include_pad and not ceil_mode):
         return total / (divisor_override or math.prod(kernel))
-    return total / lax.reduce_window(jnp.ones_like(x), zero, lax.add, **around)
+    return total / lax.reduce_window(jnp.ones_like(x), zero, lax.add, *around)
 
 
 def _recurrence(cell: Operator) -> Operator:
@@ -165,9 +159,8 @@ def _recurrence(cell: Operator) -> Operator:
                     h = cell(h, seen, _linear(h[0], w_h, b_h))
                     return h, h[0]
 
-                first = tuple(h[n] for h in start)
-                backwards = bool(n - layer * directions)
-                final, output = lax.scan(step, first, _linear(x, w_x, b_x), reverse=backwards)
+                first, seen = tuple(h[n] for h in start), _linear(x, w_x, b_x)
+                final, output = lax.scan(step, first, seen, reverse=bool(n % directions))
                 finals.append(final)
                 outputs.append(output)
             x = jnp.concatenate(outputs, -1)
