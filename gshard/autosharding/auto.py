@@ -91,10 +91,32 @@ def auto(
     limit = machine.memory if memory is None else bytes_of(memory)
     machine = machine.replace(memory=limit)
     subject = TracedProgram.of(fn, args, count, machine)
-    clock = Clock(seconds, _COUNTED * seconds)
-    evaluator = Evaluator(subject, machine, limit, keywords, clock)
-    movable = keywords.keys() <= _MOVABLE and count > 1
-    if movable and (short := without_equal_layers(subject)) is not None:
+    numbers, found, errors = subject.stage_numbers, list[Layout](), list[TooLargeError]()
+    for number in numbers or [0]:  # of stages, each with a part of the time
+        own = TracedProgram.of(fn, args, count, machine, number) if number else subject
+        share = seconds / max(len(numbers), 1)
+        clock = Clock(share, _COUNTED * share)
+        try:
+            found.append(_chosen(Evaluator(own, machine, limit, keywords, clock)))
+        except TooLargeError as error:
+            errors.append(error)
+    if not found:
+        raise min(errors, key=lambda error: error.missing)
+    bound = min([layout.bound for layout in found] + [error.bound for error in errors])
+    considered = tuple(each for layout in found for each in layout.considered)
+    return dataclasses.replace(best_of(found), bound=bound, considered=considered)
+
+
+class TooLargeError(ValueError):
+    """No layout was found that fits: bytes that the smallest one lacks, and a bound of all."""
+
+    missing, bound = 0, 0.0
+
+
+def _chosen(evaluator: Evaluator) -> Layout:
+    """The best layout of a program."""
+    movable = evaluator.keywords.keys() <= _MOVABLE and evaluator.subject.devices > 1
+    if movable and (short := without_equal_layers(evaluator.subject)) is not None:
         return _chosen_for_one_layer(evaluator, *short)
     return _Chooser(evaluator).chosen()
 
@@ -127,7 +149,7 @@ def _chosen_for_one_layer(
             return dataclasses.replace(found, **figures, layers=short.repeated.layers)
         limit = int(_LESS * limit * evaluator.limit / found.memory_bytes)
         clock.extend(_LEAST_SOLVING)
-    raise too_large(found, evaluator)
+    raise too_large(found, evaluator, best.bound)
 
 
 def bytes_of(memory: str | int) -> int:
@@ -181,7 +203,12 @@ class _Chooser:
             if not limits:
                 break
             self.clock.extend(_LEAST_SOLVING * (len(limits) + 1))
-        raise too_large(min(layouts, key=lambda a: a.memory_bytes), self.evaluator)
+        least = min(layouts, key=lambda a: a.memory_bytes)
+        raise too_large(least, self.evaluator, self.bound())
+
+    def bound(self) -> float:
+        """A bound for all layouts over the meshes that were looked at."""
+        return self._bound(self.looked_at, self.budget.seconds("bound"))
 
     def _tightened(
         self,
@@ -206,7 +233,7 @@ class _Chooser:
         """The best of these with a bound, and without the annotations that it does not need."""
         self.clock.extend(self.budget.reserved)  # what a busy machine took of it
         self.budget.enter("bound")
-        bound = self._bound(self.looked_at, self.budget.seconds("bound"))
+        bound = self.bound()
         more = self._until("single changes")
         fitting = [*fitting, *coordinate_descent(best_of(fitting), self.evaluator, more)]
         self.budget.enter("removal")
@@ -359,16 +386,18 @@ class _Chooser:
         return found
 
 
-def too_large(least: Layout, evaluator: Evaluator) -> ValueError:
+def too_large(least: Layout, evaluator: Evaluator, bound: float) -> TooLargeError:
     """The error that no layout fits, where this one holds least."""
     assert least.lowered is not None
     where = least.lowered.forecast(evaluator.machine).memory.where
     missing = least.memory_bytes - evaluator.limit
-    return ValueError(
+    error = TooLargeError(
         f"no layout was found that holds at most {size(evaluator.limit)} on each of "
         f"{evaluator.subject.devices} devices; the smallest one holds {size(least.memory_bytes)}, "
         f"{size(missing)} too much" + (f"; its peak is at {where}" if where else "")
     )
+    error.missing, error.bound = missing, bound
+    return error
 
 
 def _rows(shape: tuple[int, ...], dim: int, count: int) -> bool:

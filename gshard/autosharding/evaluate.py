@@ -122,7 +122,10 @@ class Evaluator:
             for result, argument in self.subject.states
             if argument in by_path
         }
-        layout = Layout(names, annotations, self.machine.name, 0.0, 0, 0.0, inside=inside)
+        stages = self.subject.stages
+        layout = Layout(
+            names, annotations, self.machine.name, 0.0, 0, 0.0, inside=inside, stages=stages
+        )
         needed = {**(results or {}), **known}
         layout, forecast = self._lowered(layout, needed)
         changing = self._changing(layout)
@@ -130,6 +133,7 @@ class Evaluator:
             layout, forecast = self._lowered(layout, {**needed, **changing, **known})
         count = len(annotations) + len(inside)
         name = f"mesh {' x '.join(map(str, mesh))}, {count} annotations"
+        name += f", {stages} stages" if stages else ""
         figures = Considered.of(name, forecast, self.limit)
         if self.shorter is not None:
             few, fewer = self.subject, self.shorter.subject

@@ -20,8 +20,9 @@ from gshard.capture.placement import device_order
 from gshard.capture.simplify import PASSES
 from gshard.graph.regions import Loop, bodies, walk
 from gshard.graph.source import source_of
+from gshard.pipelining.meaning import pipeline_p
 from gshard.propagation.flow import Edge
-from gshard.tensors.annotate import tracing_for
+from gshard.tensors.annotate import in_stages, tracing_for
 
 # Arrays that an argument has at least to be taken for a state: what returns a single array of the
 # shape of an argument may be anything.
@@ -48,7 +49,8 @@ class TracedProgram:
     """A function and its arguments, and the program that they make.
 
     `returned` are pairs of a result and an argument of the program, by number: the result is the
-    argument of the next step. `states` has the paths of the same pairs.
+    argument of the next step. `states` has the paths of the same pairs. `stages` are those of its
+    pipelines, where it leaves their number open, and `stage_numbers` the numbers to choose from.
     """
 
     fn: Callable[..., Any]
@@ -61,15 +63,26 @@ class TracedProgram:
     states: list[tuple[str, str]]
     constants: Sequence[Any] = ()  # what it closes over
     repeated: Repeated = ONCE
+    stages: int = 0
 
     @property
     def arguments(self) -> list[Any]:
         """The variables of the arrays among the arguments."""
         return self.flat.jaxpr.invars[self.closed_over :]
 
+    @property
+    def stage_numbers(self) -> list[int]:
+        """How many stages its pipelines may have; none where it says, or has no pipelines."""
+        pipes = [e.params["pipe"] for e in walk(self.flat.jaxpr) if e.primitive is pipeline_p]
+        return sorted({number for pipe in pipes for number in pipe.numbers})
+
     @staticmethod
     def of(
-        fn: Callable[..., Any], args: tuple[Any, ...], devices: int, hardware: Any = None
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        devices: int,
+        hardware: Any = None,
+        stages: int = 0,
     ) -> TracedProgram:
         """Trace the function, for this hardware if it is known."""
         given = jax.tree_util.tree_flatten_with_path((args, {}))[0]
@@ -77,7 +90,7 @@ class TracedProgram:
         run, arrays = of_arrays(fn, args, {})
         order = device_order(devices)
         structs = [_jax.struct_of(leaves[i]) for i in arrays]
-        with tracing_for(order, hardware=hardware):
+        with tracing_for(order, hardware=hardware), in_stages(stages):
             traced = jax.jit(lambda *values: arrays_of(run(*values))).trace(*structs)
         flat = inline(traced.jaxpr, order)
         _check_effects(flat)
@@ -90,7 +103,8 @@ class TracedProgram:
         states = [(result_name(results[r][0]), paths[a][0]) for r, a in pairs]
         returned = [(result, argument + first) for result, argument in pairs]
         constants = _jax.closed_over(traced)
-        return TracedProgram(fn, args, devices, flat, paths, first, returned, states, constants)
+        found = (fn, args, devices, flat, paths, first, returned, states, constants)
+        return TracedProgram(*found, stages=stages)
 
 
 def path_name(path: Any) -> str:

@@ -86,6 +86,8 @@ class DeviceConfig:
 
     count: int = 0  # 0: every accelerator, or 8 virtual devices on a machine without
     tensor: int = 1  # how many ways the hidden dims and heads are split
+    stages: int = 1  # both stacks as pipelines: each stage has its layers, on its devices
+    microbatches: int = 0  # of a batch, with stages; 0: twice as many as stages
     split_update: bool = False  # optimizer state of replicated weights in pieces
     layout: Literal["paper", "auto"] = "paper"  # groups and experts split, or chosen (layout.json)
 
@@ -122,11 +124,11 @@ _LIMITS = (
     (1, _LARGEST, "train.steps train.log_every train.save_every train.keep train.patience"),
     (1, _LARGEST, "optimizer.warmup devices.tensor model.model_dim model.hidden_dim model.heads"),
     (1, _LARGEST, "model.key_dim model.value_dim model.expert_hidden_dim model.groups"),
-    (1, _LARGEST, "model.loss_chunks model.gating.min_capacity"),
+    (1, _LARGEST, "model.loss_chunks model.gating.min_capacity devices.stages"),
     (0, _INFINITE, "train.minutes train.spike batch.temperature vocabulary.temperature"),
     (0, _LARGEST, "train.dev_batches optimizer.rise optimizer.fall optimizer.end devices.count"),
     (0, _LARGEST, "data.workers model.experts model.shared_hidden_dim model.first_position"),
-    (0, _LARGEST, "model.encoder_layers model.decoder_layers"),
+    (0, _LARGEST, "model.encoder_layers model.decoder_layers devices.microbatches"),
     (0, 1e12, "model.gating.capacity_factor model.gating.eval_capacity_factor"),
     (0, 0.999, "train.label_smoothing model.input_dropout model.residual_dropout"),
     (0, 0.999, "model.attention_dropout model.expert_dropout"),
@@ -139,10 +141,11 @@ _BOUNDS = {name: (least, most) for least, most, names in _LIMITS for name in nam
 
 # What may change when a run is resumed: nothing that the losses depend on. (Another number of
 # devices adds in another order, unless the run is `reproducible`: the last bits of a sum differ.)
+# Microbatches of a pipeline draw random numbers of their own.
 CHANGEABLE = (
-    "name", "data.corpus", "data.workers", "distill.teacher", "distill.checkpoint", "devices.",
-    "train.steps", "train.minutes", "train.log_every", "train.save_every", "train.keep",
-    "train.patience",
+    "name", "data.corpus", "data.workers", "distill.teacher", "distill.checkpoint",
+    "devices.count", "devices.tensor", "devices.split_update", "devices.layout", "train.steps",
+    "train.minutes", "train.log_every", "train.save_every", "train.keep", "train.patience",
 )  # fmt: skip
 # These may change too, before the learning rate begins to fall.
 _FALL = ("optimizer.fall", "optimizer.end")

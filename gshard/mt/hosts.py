@@ -218,15 +218,21 @@ def strategy(config: DeviceConfig) -> Strategy:
     """How the model is spread over those devices."""
     count = len(chosen(config))
     if config.layout == "auto":
-        if config.tensor > 1 or config.split_update:
+        if max(config.tensor, config.stages) > 1 or config.split_update:
             raise UserError(
-                "devices.layout=auto chooses what devices.tensor and devices.split_update set; "
-                "leave those out, or use devices.layout=paper"
+                "devices.layout=auto chooses what devices.tensor, devices.stages and "
+                "devices.split_update set; leave those out, or use devices.layout=paper"
             )
         return ONE_DEVICE  # no annotations: the layout brings them
-    if count % config.tensor:
-        raise UserError(f"devices.tensor={config.tensor} does not divide {count} devices")
-    return Strategy(count // config.tensor, config.tensor, config.split_update)
+    tensor, stages, cut = config.tensor, config.stages, config.split_update
+    if count % (tensor * stages):
+        many = f"devices.stages={stages} times " if stages > 1 else ""
+        raise UserError(f"{many}devices.tensor={tensor} does not divide {count} devices")
+    if stages == 1:
+        return Strategy(count // tensor, tensor, cut)
+    if cut:
+        raise UserError("devices.split_update is for weights on all devices: not with stages")
+    return Strategy(count // tensor, tensor, False, stages, config.microbatches or 2 * stages)
 
 
 def matmul_flops(devices: int, dtype: str = "float32") -> float:

@@ -181,11 +181,12 @@ class MoE(eqx.Module):
     ) -> tuple[Array, Routed]:
         """The layer, and where it sent every token.
 
-        The batch is regrouped into `groups` groups of equal size; None, and `dropless` where
-        grouping has no effect, make each sequence a group.
+        The batch is regrouped into `groups` groups of equal size, a microbatch into its share of
+        them; None, and `dropless` where grouping has no effect, make each sequence a group.
         """
         B, L, M = x_BLM.shape
-        G = B if dropless or self.groups is None else self.groups
+        batches = max(strategy.microbatches, 1)
+        G = B if dropless or self.groups is None else self.groups // batches
         if B * L % G:
             raise ValueError(f"{B} x {L} tokens do not divide into {G} groups")
         x_GSM = strategy.groups(x_BLM.reshape(G, -1, M))

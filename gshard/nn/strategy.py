@@ -7,7 +7,7 @@ else is inferred. Another strategy is another `Strategy`; the model does not cha
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -40,10 +40,11 @@ class Strategy:
 
     - `Strategy(D)` is the paper's: D groups of tokens, experts over D devices.
     - `Strategy(D // t, t)` also splits the hidden dim of each feed-forward layer and expert, and
-    the
-      heads of each attention, t ways.
+      the heads of each attention, t ways.
     - `split_update=True` is weight-update sharding: weights that are replicated keep their
       gradients and optimizer state split over all devices, and are gathered after the update.
+    - `Strategy(D, stages=s, microbatches=m)` runs both stacks as pipelines (`gshard.pipeline`), in
+      which a layer is on D // s devices, under `inside`.
 
     On one device there are no annotations: the model is plain JAX.
     """
@@ -51,6 +52,13 @@ class Strategy:
     expert: int = 1
     tensor: int = 1
     split_update: bool = False
+    stages: int = 1
+    microbatches: int = 0  # 0: no pipeline
+
+    @property
+    def inside(self) -> Strategy:
+        """The strategy on the devices of one stage."""
+        return replace(self, expert=self.expert // self.stages, stages=1)
 
     @property
     def devices(self) -> int:
@@ -62,12 +70,14 @@ class Strategy:
         return x if self.devices == 1 else split(x, 0, self.devices)
 
     def own_groups(self, x: Array) -> Array:
-        """The groups of this device: enters a manual region (section 3.2)."""
-        return x if self.devices == 1 else auto_to_manual_spmd_partition(self.groups(x))
+        """The groups of this device: enters a manual region (section 3.2), but in a pipeline."""
+        if self.devices == 1 or self.microbatches:
+            return x
+        return auto_to_manual_spmd_partition(self.groups(x))
 
     def all_groups(self, x: Array, count: int) -> Array:
         """The tensor of `count` groups, `x` being those of this device: leaves the region."""
-        if self.devices == 1:
+        if self.devices == 1 or self.microbatches:
             return x
         split_groups = np.arange(self.devices).reshape(-1, *[1] * (x.ndim - 1))
         return manual_to_auto_spmd_partition(x, split_groups, (count, *x.shape[1:]))
@@ -113,6 +123,8 @@ class Strategy:
 
     def _weight(self, path: Any, leaf: Array, stacked: int) -> Array:
         names = names_along(path)
+        if self.stages > 1 and ("encoder" in names or "decoder" in names):
+            return leaf  # where its stage is, which the pipeline says
         stacked = stacked and not _written_out(path)
         if "gate" in names:
             return replicate(leaf)

@@ -22,6 +22,7 @@ from gshard.nn.gating import Routed, RouterMetrics, Routing
 from gshard.nn.hashing import hash_key
 from gshard.nn.layers import Embedding, LayerNorm, dropout, split_key
 from gshard.nn.pair import LayerCache, Masks, Pair, PairCache
+from gshard.nn.staged import in_stages
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
 Pairs = Pair | tuple[Pair, ...]  # stacked, every array [pairs, ...]; or each by itself
@@ -220,7 +221,7 @@ class Transformer(eqx.Module):
         settings: StackSettings,
     ) -> tuple[Array, Any]:
         """Run a stack of pairs; the reports come back with the MoE layers in dim 0."""
-        strategy = settings.strategy
+        strategy = settings.strategy.inside
         setting = settings.remat or self.config.remat
         if isinstance(setting, int) and key is not None:
             raise ValueError(
@@ -229,16 +230,25 @@ class Transformer(eqx.Module):
             )
         keys: Any = None if key is None else jax.random.split(key, _count(stack))
 
-        def body(x_BTM: Array, pair: Pair, key: Array | None) -> tuple[Array, Any]:
+        def body(
+            x_BTM: Array, pair: Pair, key: Array | None, masks: Masks, memory_BLM: Array | None
+        ) -> tuple[Array, Any]:
             pair = strategy.weights(pair)
             x_BTM, _, routed = pair(
                 strategy.groups(x_BTM), masks, memory_BLM, key, strategy, dropless=settings.dropless
             )
             return x_BTM, None if routed is None else settings.report(routed)
 
-        run: Callable[..., Any] = body
+        if settings.strategy.stages > 1:
+            remat = setting == "layer"
+            rest = (masks, memory_BLM)
+            return in_stages(body, stack, keys, x_BTM, rest, settings.strategy, remat=remat)
+
+        def run(x_BTM: Array, pair: Pair, key: Array | None) -> tuple[Array, Any]:
+            return body(x_BTM, pair, key, masks, memory_BLM)
+
         if setting == "layer":
-            run = jax.checkpoint(body)
+            run = jax.checkpoint(run)
         if isinstance(stack, Pair):
             return _over_pairs(run, x_BTM, stack, keys)
         x_BTM, reports = _over_pairs(

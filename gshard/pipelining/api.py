@@ -28,6 +28,7 @@ from gshard.tensors.annotate import (
     annotate_p,
     devices_of_trace,
     hardware_of_trace,
+    in_stages,
 )  # fmt: skip
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import byte_size
@@ -162,15 +163,18 @@ class _Run:
         self, given: Schedule | None, stages: int | str, count: int, traced: _Traced, devices: int
     ):
         self.traced, self.devices = traced, devices
+        self.numbers: tuple[int, ...] = ()
         self.schedule = make("1f1b", 1, count)
         self.layers: tuple[int, ...] = (traced.layers,)
         self.seconds: tuple[float, ...] = (0.0, 1.0, 1.0, 1.0, 0.0)
         if devices > 1:
             machine = hardware_of_trace() or accelerator()
             limit, most = machine.memory if machine else float("inf"), min(devices, traced.layers)
-            every = [n for n in range(1, most + 1) if devices % n == 0]
-            ways = []
-            for number in every if isinstance(stages, str) else [stages]:
+            numbers, ways = [0 if isinstance(stages, str) else stages], []
+            if isinstance(stages, str):
+                self.numbers = tuple(n for n in range(1, most + 1) if devices % n == 0)
+                numbers = [n for n in self.numbers if n == in_stages.value] or [*self.numbers]
+            for number in numbers:
                 costs = self._costs(machine or hardware("h100"), devices // number, stages)
                 ways.append((costs, chosen(given, number, count, traced.layers, costs, limit)))
             costs, found = min(ways, key=lambda way: way[0].rank(way[1], limit))
@@ -209,7 +213,8 @@ class _Run:
         return self._run(self.schedule, passes, (*operands, list(cotangents)))
 
     def _run(self, schedule: Schedule, passes: Bodies, operands: Operands) -> list[Any]:
-        pipe = Pipe(schedule, self.layers, tuple(map(len, operands)), self.seconds)
+        counts = tuple(map(len, operands))
+        pipe = Pipe(schedule, self.layers, counts, self.seconds, self.numbers)
         own, closures, weights, inputs, *rest = operands
         others = (*inputs, *(array for part in rest for array in part))
         if self.devices == 1:

@@ -32,12 +32,14 @@ class Pipe:
     `layers` are the numbers of layers at each position of the schedule. `counts` are those of the
     operands: the head's closures, closures, weights, inputs, targets and cotangents of the scores.
     `seconds` are those of IDLE, F, B and W of a layer, and of the head, relative to each other.
+    `numbers` are those of stages that it might have, where the program leaves that open.
     """
 
     schedule: Schedule
     layers: tuple[int, ...]
     counts: tuple[int, ...]
     seconds: tuple[float, ...] = (0.0, 1.0, 1.0, 1.0, 0.0)
+    numbers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         schedule, costs = self.schedule, [0.0] * self.schedule.stages

@@ -174,6 +174,8 @@ _tracing_for = jax.make_user_context(None)
 # The platform that the traced program is for: "cpu", "gpu" or "tpu"; None: JAX's default.
 _platform = jax.make_user_context(None)
 _hardware = jax.make_user_context(None)  # a `gshard.forecast.Hardware`, if one is given
+# The stages of pipelines whose program leaves their number open; 0: as many as they choose.
+in_stages = jax.make_user_context(0)
 
 # The devices for which annotations become sharding constraints for XLA: where a function of
 # `gshard.jit` is called inside `jax.jit`, or transformed.

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import gshard
-from gshard.nn import FAMILY, Strategy, adafactor, init_state, train_step
-from tests.nn.models import batch, config
+from gshard.nn import FAMILY, GatingConfig, Strategy, adafactor, eval_step, init_state, train_step
+from tests.nn.models import batch, config, shapes
 from tests.oracle import kinds
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -113,6 +113,23 @@ def test_other_strategies_are_other_annotations(strategy):
     settings = config(experts=8, groups=8)
     wanted = losses(jax.jit, Strategy(), settings, 3)
     np.testing.assert_allclose(losses(gshard.jit, strategy, settings, 3), wanted, rtol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [Strategy(8, stages=2, microbatches=4)])
+def test_stacks_in_stages_train_like_one_device(strategy):
+    """Groups of 2 sequences each, all of one microbatch; nothing is random."""
+    gating = GatingConfig(second_expert="all")
+    settings = config(encoder_layers=4, decoder_layers=4, experts=4, groups=4, gating=gating)
+    wanted = losses(jax.jit, Strategy(), settings, 3)
+    np.testing.assert_allclose(losses(gshard.jit, strategy, settings, 3), wanted, rtol=2e-5)
+
+
+def test_microbatches_divide_the_groups():
+    settings = config(encoder_layers=4, decoder_layers=4, groups=4)
+    step = functools.partial(eval_step, strategy=Strategy(4, stages=2, microbatches=3))
+    with pytest.raises(ValueError, match="8 sequences in 4 groups do not divide into 3 microbatch"):
+        gshard.jit(step, devices=4).lower(shapes(settings), batch(B=8))
 
 
 @pytest.mark.slow

@@ -108,6 +108,34 @@ def test_stages_are_as_many_as_the_memory_needs():
     assert found == [1, 2]
 
 
+@pytest.mark.slow
+def test_auto_finds_the_stages_of_a_deep_model_that_fits_no_other_way(tmp_path):
+    """Every stage has its weights on all of its devices: 1 or 2 stages do not fit."""
+
+    def block(w, x):
+        return dense(jax.tree.map(gshard.replicate, w), x)
+
+    def searched(stages, seconds):
+        step = jax.value_and_grad(piped(block, stages=stages, microbatches=8))
+        how = {"devices": 4, "hardware": "h100", "memory": "700 KB", "seconds": seconds}
+        return gshard.auto(step, *shapes, **how), step
+
+    shapes = jax.eval_shape(lambda: make_dense(layers=8, width=64, batch=32))
+    for stages in (1, 2):
+        with pytest.raises(ValueError, match="no layout was found that holds at most 700 KB"):
+            searched(stages, 2)
+    found, step = searched("auto", 6)
+    assert (found.stages, found.lowered.pipelines[0].stages) == (4, 4)
+    assert found.memory_bytes <= 700e3
+    assert 0 < found.bound <= found.seconds
+    assert "4 stages" in str(found)
+    assert f"gap {100 * found.gap:.1f}%" in str(found)
+    found.save(tmp_path / "layout.json")  # what is loaded is traced in as many stages
+    loaded = gshard.Layout.load(tmp_path / "layout.json")
+    lowered = gshard.jit(step, annotations=loaded, devices=4).lower(*shapes)
+    assert lowered.pipelines[0].stages == 4
+
+
 def test_auto_needs_no_number_of_stages():
     with pytest.raises(ValueError, match="stages='auto' with schedule='1f1b': allowed are a numb"):
         piped(dense, stages="auto", microbatches=2, schedule="1f1b")(*make_dense(4, batch=4))

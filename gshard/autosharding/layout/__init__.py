@@ -40,7 +40,7 @@ from gshard.graph.evaluate import bind, evaluate, rebuilt
 from gshard.graph.regions import LOOPS
 from gshard.jit import Jitted, jit
 from gshard.runtime.stages import Lowered
-from gshard.tensors.annotate import Annotation, annotate
+from gshard.tensors.annotate import Annotation, annotate, in_stages
 from gshard.tensors.sharding import Sharding
 
 Constraint = tuple[TensorSite, tuple[int, ...] | None, NamedSharding]
@@ -121,8 +121,9 @@ class Layout:
     `inside` of tensors in between, where propagation alone would choose otherwise. `seconds` and
     `memory_bytes` are the forecast of the lowered program; `bound` is a lower bound of the
     forecasts of all layouts over `meshes`, the meshes that were searched, in which states keep
-    their shardings from step to step. `solver_gap` is the relative gap of the solver: how far its
-    answer may be above the optimum of its own model.
+    their shardings from step to step. `stages` are those of pipelines whose number the program
+    leaves open (0: it does not); the bound is for all numbers of stages. `solver_gap` is the
+    relative gap of the solver: how far its answer may be above the optimum of its own model.
     """
 
     mesh: Mapping[str, int]
@@ -134,6 +135,7 @@ class Layout:
     solver_gap: float = 0.0
     inside: tuple[AnnotatedInside, ...] = ()
     results: tuple[Annotated, ...] = ()
+    stages: int = 0
     considered: tuple[Considered, ...] = dataclasses.field(default=(), compare=False)
     lowered: Lowered | None = dataclasses.field(default=None, compare=False)
     function: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
@@ -190,7 +192,8 @@ class Layout:
             _check("argument", by_path, dict(named), fn)
             marked = [self._mark(by_path.get(name), leaf) for name, leaf in named]
             args, kwargs = tree.unflatten(marked)
-            results = fn(*args, **kwargs)
+            with in_stages(self.stages):
+                results = fn(*args, **kwargs)
             leaves, tree = jax.tree_util.tree_flatten_with_path(results)
             named = [(result_name(path), leaf) for path, leaf in leaves]
             _check("result", of_results, dict(named), fn)

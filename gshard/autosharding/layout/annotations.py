@@ -159,6 +159,7 @@ def as_text(layout: Any) -> str:
         "inside": inside,
         "hardware": layout.hardware,
         "memory_bytes": layout.memory_bytes,
+        "stages": layout.stages,
         **{name: getattr(layout, name) for name in _FIGURES},
     }
     return json.dumps(content, indent=1) + "\n"
@@ -196,6 +197,9 @@ def read(path: str | Path) -> dict[str, Any]:
     fields["inside"] = tuple(
         _inside(f"{path}: inside {number}", entry, mesh) for number, entry in enumerate(listed)
     )
+    fields["stages"] = content.get("stages", 0)
+    if not _is_count(fields["stages"], 0):
+        raise ValueError(f"{path}: stages are {short_repr(fields['stages'])}; allowed is a number")
     for name in ("memory_bytes", *_FIGURES):
         fields[name] = _number(f"{path}: {name}", content.get(name, math.nan))
     return fields

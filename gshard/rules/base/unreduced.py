@@ -185,10 +185,17 @@ def fitted(
     even = here.is_even(shape) and all(w.is_even(s) for w, s in zip(wanted, shapes, strict=True))
     if not (alone or even):  # padding would get between the elements
         return None
+    kept = zip(factors.results[0], here.splits, strict=True)
+    if any(_tiles(chosen, dim) != (split.tiles if split else 1) for dim, split in kept):
+        return None  # a minor factor of a dim is split, which no split of the dim says
     unreduced = (*part.unreduced, *here.unreduced)
     if any(s.idle for s in here.unreduced) or not compatible((*here.splits, *unreduced)):
         return None  # some devices would not take part, or one axis is for two dims of the result
     return wanted, here.unreduced_over(unreduced)
+
+
+def _tiles(chosen: Mapping[Factor, Split], dim: Sequence[Factor]) -> int:
+    return math.prod(chosen[f].tiles for f in dim if f in chosen)
 
 
 def _moved(tiles: Sequence[Tile], wanted: Sequence[Sharding]) -> float:

@@ -1,5 +1,6 @@
 """`devices.layout=auto`: chosen once, kept with the run, the same when it is resumed."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,12 +12,14 @@ import pytest
 
 import gshard
 from gshard.mt import hosts
+from gshard.mt.config import DeviceConfig, override
 from gshard.mt.errors import UserError
 from gshard.mt.launch.local import free_port, member
 from gshard.mt.run import Run
 from gshard.mt.training import kept as layouts
 from gshard.mt.training import loop
 from gshard.mt.training.programs import readable
+from gshard.nn.config import GatingConfig
 from tests.mt.runs import losses, run_config, with_devices, with_train
 from tests.mt.training.test_loop import Notes
 
@@ -45,6 +48,34 @@ def test_a_run_keeps_its_layout(corpus, tmp_path, monkeypatch):
     _train(Run.create(chosen.folder, with_train(chosen.config, steps=6)))
     assert (chosen.folder / layouts.LAYOUT).read_text() == kept
     assert max(losses(Run.open(chosen.folder))) == 6
+
+
+@pytest.mark.slow
+def test_a_run_in_stages_learns_as_without(corpus, tmp_path):
+    """Both stacks in two stages of four devices, with nothing random."""
+    config = run_config(corpus, steps=3, save_every=3, log_every=1)
+    model = dataclasses.replace(
+        config.model, encoder_layers=4, decoder_layers=4, input_dropout=0.0, residual_dropout=0.0,
+        attention_dropout=0.0, gating=GatingConfig(second_expert="all", min_capacity=4),
+    )  # fmt: skip
+    found = []
+    for name, assignments in (("one", []), ("staged", ["devices.stages=2"])):
+        settings = override(dataclasses.replace(config, model=model), assignments)
+        run = Run.create(tmp_path / name, settings)
+        _train(run)
+        found.append(losses(run))
+    assert list(found[1]) == list(found[0]) == [1, 2, 3]
+    np.testing.assert_allclose(*(list(f.values()) for f in found), rtol=1e-4)
+
+
+def test_strategies_in_stages():
+    found = hosts.strategy(DeviceConfig(count=8, stages=2, tensor=2))
+    assert (found.devices, found.stages, found.microbatches) == (8, 2, 4)
+    assert (found.inside.expert, found.inside.tensor, found.inside.stages) == (2, 2, 1)
+    with pytest.raises(UserError, match=r"=3 times devices.tensor=1 does not"):
+        hosts.strategy(DeviceConfig(count=8, stages=3))
+    with pytest.raises(UserError, match="split_update is for weights on all devices"):
+        hosts.strategy(DeviceConfig(count=8, stages=2, split_update=True))
 
 
 # A host with a folder of its own: the layout it gets, and what it computes with it.
