@@ -4,6 +4,7 @@
     python -m benchmarks.pipelines --processes 4   a stage in each process, over sockets: seconds
     python -m benchmarks.pipelines --gpu           one of 8 stages on a GPU, the others XLA's mock
     python -m benchmarks.pipelines --big           a 67B-A2B model on 64 H100s: a forecast
+    python -m benchmarks.pipelines --auto          gshard.auto of a model that fits in stages only
     ... --out results.txt                          results in a file as well
 
 Processes have cores of their own, with one thread on each: with fewer cores than processes a bubble
@@ -47,7 +48,7 @@ from gshard.mt.launch.local import free_port
 from gshard.pipelining.schedules import NAMES, make
 
 SMALL = Size(L=8, B=32, S=32, M=64, N=4, F=256, V=256)
-SOCKETS = Size(L=8, B=64, S=128, M=512, N=8, F=2048, V=256)
+SOCKETS = Size(L=8, B=64, S=64, M=1024, N=8, F=4096, V=256)
 PAPER = Size(L=36, B=128, S=1024, M=1024, N=16, F=8192, V=256)  # stage 0: 5 layers, no head
 LIMIT = 150  # seconds for a program on the GPU
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
@@ -213,7 +214,7 @@ def placed(lowered: gshard.Lowered, arguments: Any) -> Any:
     )
 
 
-def on_gpu(stages: int, out: str) -> None:
+def on_gpu(stages: int, schedule: str, out: str) -> None:
     """Milliseconds of one stage of `stages`, or (0) of as many layers without a pipeline."""
     microbatches, begin = 16, time.perf_counter()
     if stages:  # before JAX looks for devices
@@ -221,10 +222,11 @@ def on_gpu(stages: int, out: str) -> None:
         multihost_utils.assert_equal = lambda *_, **__: None  # what others answer is garbage
     layers = PAPER.L if stages else -(-PAPER.L // 8)
     arguments = shapes(PAPER, layers, jnp.bfloat16)
-    step = step_of(stages, microbatches, "zb-h1", jax.checkpoint(of_block))
+    step = step_of(stages, microbatches, schedule, jax.checkpoint(of_block))
 
     def tell(line: str) -> None:
-        say(f"{stages} stages, {time.perf_counter() - begin:.0f} s: {line}", out)
+        name = f"{stages} stages by {schedule}" if stages else "no pipeline"
+        say(f"{name}, {time.perf_counter() - begin:.0f} s: {line}", out)
 
     with numbers_of({"numbers": "real"}):
         lowered = gshard.jit(step, devices=jax.devices()[: max(stages, 1)]).lower(*arguments)
@@ -236,6 +238,28 @@ def on_gpu(stages: int, out: str) -> None:
     tell("arguments are there")
     found = seconds(compiled, given)
     tell(f"{1e3 * found:.1f} ms for {microbatches} microbatches, {peak_gb():.0f} GB")
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(compiled(*given))
+        tell(str(lowered.measured(folder, "h200")))
+
+
+def by_auto() -> None:
+    """A deep model whose layers are replicated within a stage: what fits, and what auto finds."""
+
+    def layer(w, x):
+        return of_block(jax.tree.map(gshard.replicate, w), x)
+
+    def searched(stages: Any, seconds: float) -> Any:
+        step, how = step_of(stages, 8, "auto", layer), {"devices": 4, "hardware": "h100"}
+        return gshard.auto(step, *shapes(SMALL, 32), memory="3.5 MB", seconds=seconds, **how)
+
+    for stages in (1, 2):
+        try:
+            print(f"{stages} stages: {searched(stages, 10)}")
+        except ValueError as error:
+            print(f"{stages} stages: {error}")
+    print(searched("auto", 30))
 
 
 def say(line: str, out: str) -> None:
@@ -252,14 +276,14 @@ def run_on_gpu(again: list[str], out: str) -> None:
     XLA divides autotuning among the devices of a program: it would wait for those that are mock.
     """
     flags = " ".join((os.environ.get("XLA_FLAGS", ""), CUBLAS, ALONE))
-    for stages in (0, 8):
-        command = [*again, "--of", str(stages), "--out", out]
+    for stages, schedule in ((0, "1f1b"), (8, "1f1b"), (8, "zb-h1")):
+        command = [*again, "--of", str(stages), "--schedule", schedule, "--out", out]
         try:
             subprocess.run(
                 command, check=True, timeout=LIMIT, env={**os.environ, "XLA_FLAGS": flags}
             )
         except subprocess.SubprocessError as error:
-            say(f"{stages} stages: {error}", out)
+            say(f"{stages} stages by {schedule}: {error}", out)
 
 
 def main() -> None:
@@ -272,14 +296,18 @@ def main() -> None:
     parser.add_argument("--out", default="", help="a file to which results are added")
     parser.add_argument("--member", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--of", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--schedule", default="zb-h1", help=argparse.SUPPRESS)
+    parser.add_argument("--auto", action="store_true", help="gshard.auto with the stages open")
     chosen = parser.parse_args()
     again = [sys.executable, "-m", "benchmarks.pipelines"]
     if chosen.member:
         member(*chosen.member, chosen.processes, chosen.rows, chosen.out)
     elif chosen.of is not None:
-        on_gpu(chosen.of, chosen.out)
+        on_gpu(chosen.of, chosen.schedule, chosen.out)
     elif chosen.gpu:
         run_on_gpu(again, chosen.out)
+    elif chosen.auto:
+        by_auto()
     elif chosen.big:
         pipelines_67b.main(chosen.compile)
     elif chosen.processes:
