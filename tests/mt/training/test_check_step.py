@@ -1,6 +1,8 @@
 """`gshard train --check STEP`: a step of a real run, value by value."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -37,3 +39,15 @@ def test_a_step_that_the_run_does_not_have(corpus, tmp_path):
     run = Run.create(tmp_path / "run", run_config(corpus))
     with pytest.raises(UserError, match="--check 13: the run has 12 steps"):
         check_step(run, 13, Notes())
+
+
+@pytest.mark.slow
+def test_a_proof_on_a_command_line(corpus, tmp_path):
+    """`gshard train FOLDER --prove`, to its end: two experts on two devices."""
+    config = with_devices(run_config(corpus), count=2)
+    small = dataclasses.replace(config.model, experts=2, groups=2)
+    run = Run.create(tmp_path / "run", dataclasses.replace(config, model=small))
+    words = [sys.executable, "-m", "gshard.cli", "train", str(run.folder), "--prove"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all equal exactly" in " ".join((done.stdout + done.stderr).split())
