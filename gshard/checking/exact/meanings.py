@@ -79,23 +79,6 @@ def _cumulative(combine: Operator) -> Operator:
     return lambda q, x: lax.associative_scan(combine, x, reverse=q["reverse"], axis=q["axis"])
 
 
-def _split(q: Params, x: jax.Array) -> list[jax.Array]:
-    ends = [sum(q["sizes"][: n + 1]) for n in range(len(q["sizes"]))]
-    pairs = zip(ends, q["sizes"], strict=True)
-    return [lax.slice_in_dim(x, end - size, end, axis=q["axis"]) for end, size in pairs]
-
-
-def _unstack(q: Params, x: jax.Array) -> list[jax.Array]:
-    axis = q["axis"]
-    return [lax.index_in_dim(x, n, axis, keepdims=False) for n in range(x.shape[axis])]
-
-
-def _tile(q: Params, x: jax.Array) -> jax.Array:
-    for dim, times in enumerate(q["reps"]):
-        x = lax.concatenate([x] * times, dim) if times else lax.slice_in_dim(x, 0, 0, axis=dim)
-    return x
-
-
 def _random(draw: Callable[[Any, Params], Operator]) -> Operator:
     """An operator on keys: a function of the integers that each of them is."""
 
@@ -130,14 +113,8 @@ MEANINGS: dict[str, Operator] = {
     "cummin": _cumulative(lax.min),
     "expm1": lambda q, x: lax.sub(lax.exp(x), jnp.ones_like(x)),
     "log1p": lambda q, x: lax.log(lax.add(x, jnp.ones_like(x))),
-    "split": _split,
-    "stack": lambda q, *xs: lax.concatenate([lax.expand_dims(x, [q["axis"]]) for x in xs],
-                                            q["axis"]),
-    "unstack": _unstack,
     **{name: _random(draw) for name, draw in _RANDOM.items()},
-    "tile": _tile,
 }  # fmt: skip
-_MOVING = ("split", "stack", "unstack", "tile")
 _written: dict[Hashable, ClosedJaxpr] = {}
 
 
@@ -154,7 +131,7 @@ def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if eqn.primitive.name in _RANDOM and not _counts(eqn.invars[0].aval.dtype):
         return None
     floats = any(is_float(v.aval.dtype) for v in eqn.outvars)
-    if not floats and eqn.primitive.name not in (*_RANDOM, *_MOVING):  # JAX can do that
+    if not floats and eqn.primitive.name not in _RANDOM:  # JAX can do that
         return None
     key = signature(eqn)
     if key not in _written:

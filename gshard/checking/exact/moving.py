@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn
 from gshard.checking.exact import field
 from gshard.checking.exact.number import (
     Exact,
+    Move,
     Value,
     alike,
     at,
@@ -30,9 +31,11 @@ from gshard.checking.exact.number import (
     moved,
     of_array,
     plain,
+    spread,
 )
 from gshard.checking.exact.pointwise import bits_of, larger, mul, neg, smaller
 from gshard.checking.on_host import on_host
+from gshard.graph.evaluate import bind
 
 
 def _view(move: Callable[[JaxprEqn, np.ndarray], np.ndarray]) -> Callable[..., Value]:
@@ -74,11 +77,6 @@ def _concatenate(eqn: JaxprEqn, *parts: Value) -> Value:
     return joined(lambda xs: np.concatenate(xs, axis), alike(parts))
 
 
-def _pad(eqn: JaxprEqn, a: Value, fill: Value) -> Value:
-    places = positions(eqn, lambda n: lax.pad(n, np.int32(-1), eqn.params["padding_config"]))
-    return _filled(_taken_at(a, eqn, places), places, fill)
-
-
 def _iota(eqn: JaxprEqn, *_: Value) -> Value:
     shape, dim, dtype = (eqn.params[k] for k in ("shape", "dimension", "dtype"))
     sizes = [n if d == dim else 1 for d, n in enumerate(shape)]
@@ -90,40 +88,52 @@ def _iota(eqn: JaxprEqn, *_: Value) -> Value:
 # ------------------------------------------------------------------------ by index
 
 
-def positions(eqn: JaxprEqn, move: Any, *indices: np.ndarray) -> np.ndarray:
-    """Where the first operand's elements go: JAX moves their numbers, on all devices at once."""
-    shape = eqn.invars[0].aval.shape
+def _moves(count: int | None) -> Callable[..., list[Value]]:
+    """An operator that moves the elements of its first `count` operands: JAX moves their numbers,
+    on all devices at once."""
 
-    def numbers(*indices: Any) -> Any:
-        return move(np.arange(math.prod(shape), dtype=np.int32).reshape(shape), *indices)
+    def operator(eqn: JaxprEqn, *operands: Value) -> list[Value]:
+        ends = np.cumsum([0, *(math.prod(a.aval.shape) for a in eqn.invars[:count])])
+        pairs = zip(eqn.invars[:count], ends, strict=False)
+        numbers = [_numbered(a.aval.shape, start) for a, start in pairs]
+        flat = [moved(_flat(a), x) for x, a in zip(operands[:count], eqn.invars, strict=False)]
+        values = flat[0] if len(flat) == 1 else joined(lambda x: np.concatenate(x, 1), alike(flat))
+        changed = {"fill_value": -1} if "fill_value" in eqn.params else {}
+        indices = () if count is None else operands[count:]
 
-    (found,) = on_host.on_all((eqn, len(indices)), lambda *xs: [numbers(*xs)], indices)
-    return found
+        def move(*own: Any) -> list[Any]:
+            return list(bind(eqn, [*numbers, *own], **changed))
 
+        found = on_host.on_all((eqn, "places"), move, indices)
+        return [_taken_at(eqn, values, int(ends[-1]), places) for places in found]
 
-def _taken_at(a: Value, eqn: JaxprEqn, places: np.ndarray) -> Value:
-    """The elements of an operand at these places; any element for -1."""
-    shape = eqn.invars[0].aval.shape
-    if 0 in shape or 0 in places.shape:
-        return moved(lambda x: np.zeros((len(x), *places.shape[1:], *_rest(eqn, x)), x.dtype), a)
-
-    def take(x: np.ndarray) -> np.ndarray:
-        flat = x.reshape(len(x), math.prod(shape), *_rest(eqn, x))
-        if len(places) == 1:
-            return flat[:, places[0]]
-        own = np.arange(len(places)).reshape(-1, *(1,) * (places.ndim - 1))
-        return flat[own if len(flat) > 1 else 0, places]
-
-    return moved(take, a)
+    return operator
 
 
-def _filled(found: Value, places: np.ndarray, fill: Value) -> Value:
-    """Elements that have no place are `fill`, a scalar."""
-    if (places >= 0).all():
-        return found
-    dims = (1,) * (places.ndim - 1)
-    wide = moved(lambda x: x.reshape(len(x), *dims, *x.shape[1:]), fill)
-    return chosen(places >= 0, *alike([found, wide]))
+def _numbered(shape: Sequence[int], start: int = 0) -> np.ndarray:
+    return np.arange(start, start + math.prod(shape), dtype=np.int32).reshape(shape)
+
+
+def _flat(atom: Any) -> Move:
+    dims = 1 + atom.aval.ndim
+    return lambda a: a.reshape(len(a), math.prod(a.shape[1:dims]), *a.shape[dims:])
+
+
+def _taken_at(eqn: JaxprEqn, values: Value, size: int, places: np.ndarray) -> Value:
+    """The elements at these places; what is out of bounds for -1."""
+    if 0 in places.shape:
+        return moved(lambda a: np.zeros((1, *places.shape[1:], *a.shape[2:]), a.dtype), values)
+    fill = None
+    if size == 0 or (places < 0).any():
+        fill = constant(np.full((1,) * (places.ndim - 1), _fill(eqn), eqn.outvars[0].aval.dtype))
+    if size == 0:
+        return moved(lambda a: np.broadcast_to(a, (1, *places.shape[1:])), fill)
+    own = np.arange(len(places)).reshape(-1, *(1,) * (places.ndim - 1))
+    if len(places) == 1:
+        found = at(values, (slice(None), places[0]))
+    else:
+        found = at(spread(values, len(places)), (own, places))
+    return found if fill is None else chosen(places >= 0, found, fill)
 
 
 def _written_at(eqn: JaxprEqn, a: Value, new: Value, places: np.ndarray, put: Any) -> Value:
@@ -139,29 +149,6 @@ def _written_at(eqn: JaxprEqn, a: Value, new: Value, places: np.ndarray, put: An
     new = at(moved(lambda x: x.reshape(-1, *x.shape[places.ndim :]), new), valid)
     made = put(eqn, flat, where[valid], new)
     return moved(lambda x: x.reshape(count, *shape, *x.shape[1:]), made)
-
-
-def _dynamic_slice(eqn: JaxprEqn, a: Value, *starts: Value) -> Value:
-    sizes = eqn.params["slice_sizes"]
-    rank = eqn.invars[0].aval.ndim
-    places = positions(eqn, lambda n, *at: lax.dynamic_slice(n, at, sizes), *starts[:rank])
-    return _taken_at(a, eqn, places)
-
-
-def _dynamic_update_slice(eqn: JaxprEqn, a: Value, part: Value, *starts: Value) -> Value:
-    sizes = eqn.invars[1].aval.shape
-    places = positions(eqn, lambda n, *at: lax.dynamic_slice(n, at, sizes), *starts)
-    return _written_at(eqn, a, part, places, _written)
-
-
-def _gather(eqn: JaxprEqn, a: Value, indices: np.ndarray) -> Value:
-    q = {k: v for k, v in eqn.params.items() if k != "fill_value"}
-    places = positions(eqn, lambda n, i: lax.gather_p.bind(n, i, **q, fill_value=-1), indices)
-    aval = eqn.outvars[0].aval
-    if 0 in eqn.invars[0].aval.shape:  # all indices are out of bounds
-        places = np.full_like(places, -1)
-    fill = constant(np.asarray(_fill(eqn)).astype(aval.dtype))
-    return _filled(_taken_at(a, eqn, places), places, fill)
 
 
 def _fill(eqn: JaxprEqn) -> Any:
@@ -185,7 +172,9 @@ def _scatter(eqn: JaxprEqn, a: Value, indices: np.ndarray, updates: Value) -> Va
         q.operand_batching_dims, q.scatter_indices_batching_dims,
     )  # fmt: skip
     how: dict[str, Any] = {"mode": eqn.params["mode"], "fill_value": -1}
-    places = positions(eqn, lambda n, i: lax.gather(n, i, numbers, sizes, **how), indices)
+    own = _numbered(eqn.invars[0].aval.shape)
+    read = lambda i: [lax.gather(own, i, numbers, sizes, **how)]  # noqa: E731
+    (places,) = on_host.on_all((eqn, "places"), read, [indices])
     put = _PUT[eqn.primitive.name.replace("-", "_")]
     return _written_at(eqn, a, updates, places, put)
 
@@ -278,8 +267,9 @@ MOVING: dict[str, Callable[..., Any]] = {
     "transpose": _view(lambda eqn, a: _reordered(a, eqn.params["permutation"])),
     "rev": _view(lambda eqn, a: np.flip(a, tuple(1 + d for d in eqn.params["dimensions"]))),
     "broadcast_in_dim": _view(_broadcast), "slice": _view(_slice), "concatenate": _concatenate,
-    "pad": _pad, "dynamic_slice": _dynamic_slice, "dynamic_update_slice": _dynamic_update_slice,
-    "gather": _gather, "scatter": _scatter, "sort": _sort, "top_k": _top_k, "approx_top_k": _top_k,
+    **{n: _moves(1) for n in ("dynamic_slice", "gather", "split", "unstack", "tile")},
+    **{n: _moves(2) for n in ("dynamic_update_slice", "pad")}, "stack": _moves(None),
+    "scatter": _scatter, "sort": _sort, "top_k": _top_k, "approx_top_k": _top_k,
     "iota": _iota,
 }  # fmt: skip
 OF_FLOATS = {name.replace("_", mark): _scatter for name in _PUT for mark in "_-"}
