@@ -128,6 +128,7 @@ def _languages(
             "pairs": task["train_pairs"],
             "group": task["group"],
             "sentences": task["sentences"],
+            "copier_chrf": task.get("nearest_chrf"),
         }
         for metric in figures.METRICS:
             row[f"baseline_{metric}"] = zero[name][metric] if name in zero else None

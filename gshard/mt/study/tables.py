@@ -172,11 +172,11 @@ def languages(results: Mapping[str, Any]) -> str:
     """chrF++ of every language and model."""
     names = [model["label"] for model in results["models"]]
     rows = [
-        [row["task"], f"{row['pairs']:,}", _number(row["baseline_chrf"])]
-        + [_number(value) for value in row["chrf"]]
+        [row["task"], f"{row['pairs']:,}", _number(row.get("copier_chrf"))]
+        + [_number(value) for value in (row["baseline_chrf"], *row["chrf"])]
         for row in results["languages"]
     ]
-    return _without_empty(["chrF++", "pairs", "bilingual", *names], rows)
+    return _without_empty(["chrF++", "pairs", "copier", "bilingual", *names], rows)
 
 
 def _without_empty(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
