@@ -180,7 +180,6 @@ def batches(
     rows: Annotated[int, typer.Option(help="rows of a batch")] = 32,
     source_length: Annotated[int, typer.Option(help="source tokens in a row")] = 64,
     target_length: Annotated[int, typer.Option(help="target tokens in a row")] = 36,
-    mode: Annotated[str, typer.Option(help="pack or bucket")] = "pack",
     temperature: Annotated[
         float, typer.Option(help="1 samples in proportion to the data, inf all languages equally")
     ] = 5.0,
@@ -197,7 +196,7 @@ def batches(
 
     opened = Corpus.open(corpus)
     tokenizer = Tokenizer.load(vocabulary or corpus / "vocabulary")
-    config = BatchConfig(rows, source_length, target_length, mode, temperature, languages=True)
+    config = BatchConfig(rows, source_length, target_length, temperature, languages=True)
     with show.bars() as bars:
         step = bars.stage("encode", len(tokenizer.tasks))
         tokens = open_tokens(opened, tokenizer, corpus / "tokens", step=step)

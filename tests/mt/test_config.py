@@ -25,7 +25,6 @@ from gshard.mt.presets import PRESETS, preset
         ("devices.split_update=true", True),
         ("reproducible=true", True),
         ("vocabulary.languages=de,fr", ("de", "fr")),
-        ("batch.buckets=0.5,1", (0.5, 1.0)),
         ("data.corpus=a=b", "a=b"),
     ],
 )
@@ -51,7 +50,6 @@ def test_an_override_has_the_type_of_its_setting(assignment, value):
         ("devices.split_update=maybe", "true or false"),
         ("model.remat=sometimes", "none of"),
         ("model.encoder_layers=3", "layers come in pairs"),
-        ("batch.mode=packed", "did you mean 'pack'"),
         ("model.source_vocab=7", "no setting"),  # the vocabularies say how many
         ("steps", "name=value"),
         ("train.save_every=0", "train.save_every is 0; it must be at least 1"),
@@ -187,3 +185,13 @@ def test_what_may_be_infinite_and_what_has_many_bytes():
     given = ["batch.temperature=inf", "train.spike=inf", f"model.remat={80 << 30}"]
     changed = configs.override(preset("tiny"), given)
     assert changed.model.remat == 80 << 30
+
+
+def test_a_configuration_of_an_earlier_version_is_read_or_says_why_not():
+    config = preset("tiny")
+    saved = configs.to_json(config)
+    saved["batch"] |= {"mode": "pack", "buckets": [0.5, 1.0]}
+    assert configs.from_json(saved) == config
+    saved["batch"]["mode"] = "bucket"
+    with pytest.raises(UserError, match="no longer there"):
+        configs.from_json(saved)

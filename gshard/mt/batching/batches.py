@@ -18,22 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from gshard.mt.batching.mixture import (
-    Cycle,
-    Draw,
-    Group,
-    Stream,
-    fitting,
-    load_grain,
-    sub_seed,
-    weighted_groups,
-)
+from gshard.mt.batching.mixture import Draw, Group, Stream, fitting, load_grain, weighted_groups
 from gshard.mt.batching.packing import Arrays, fill, pack
 from gshard.mt.batching.tokens import TaskTokens
-from gshard.mt.errors import UserError, nearest
+from gshard.mt.errors import UserError
 from gshard.mt.launch.signals import belong_to_parent
 
-MODES = ("pack", "bucket")
 _ENDLESS = 1 << 40  # steps
 _BLOCK = 100_000  # token slots planned at a time: enough to pack well, few enough to be quick
 _SURPLUS = 1.03  # rows planned for each row needed, so that hardly any stays empty
@@ -46,26 +36,18 @@ class BatchConfig:
     rows: int = 32  # of all hosts together
     source_length: int = 64
     target_length: int = 36  # English needs fewer tokens than most languages
-    mode: str = "pack"
     temperature: float = 5.0
     short_weight: float = 0.3  # of a short example, where a long one weighs 1
     seed: int = 0
-    buckets: tuple[float, ...] = (0.25, 0.5, 1.0)  # lengths of rows, as shares of the longest
     languages: bool = False  # add an array that says which task each source token belongs to
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UserError(
-                f"mode {self.mode!r} is none of {', '.join(MODES)}{nearest(self.mode, MODES)}"
-            )
         if min(self.rows, self.source_length, self.target_length) < 1:
             raise UserError(
                 "a batch needs at least one row, and a row at least one token of each side"
             )
         if not 0 < self.short_weight <= 1:
             raise UserError(f"short_weight {self.short_weight} is not in (0, 1]")
-        if not self.buckets or max(self.buckets) != 1 or min(self.buckets) <= 0:
-            raise UserError(f"buckets {self.buckets}: shares up to 1, which must be among them")
 
 
 @dataclass(frozen=True)
@@ -169,50 +151,6 @@ class _Packed:
         )
 
 
-class _Bucketed:
-    """A Grain source of batches of one sentence a row, all of similar length.
-
-    The shorter the rows of a bucket, the more of them a batch has.
-    """
-
-    def __init__(self, tokens: Sequence[TaskTokens], config: BatchConfig, host: Host):
-        self._tokens, self._config, self._host = tokens, config, host
-        whole = fitting(tokens, config.source_length, config.target_length)
-        everything = weighted_groups(tokens, whole, config.temperature, config.short_weight)
-        self._buckets: list[tuple[int, int, int, Stream]] = []  # rows, lengths, examples
-        weights = []
-        done = [np.zeros_like(fit) for fit in whole]
-        for number, share in enumerate(sorted(config.buckets)):
-            source, target = (
-                max(1, int(share * n)) for n in (config.source_length, config.target_length)
-            )
-            fits = fitting(tokens, source, target)
-            # A bucket's weight is its part of the weight of every group.
-            groups = []
-            for task, examples, weight in everything:
-                inside = examples[(fits[task] & ~done[task])[examples]]
-                if len(inside):
-                    groups.append((task, inside, weight * len(inside) / len(examples)))
-            done = fits
-            if groups:
-                rows = int(1 / share) * config.rows
-                host.part(rows)
-                stream = Stream(groups, sub_seed(config.seed, 1000 + number))
-                self._buckets.append((rows, source, target, stream))
-                weights.append(sum(weight for _, _, weight in groups) / rows)
-        self._schedule = Cycle(weights, config.seed)
-
-    def __len__(self) -> int:
-        return _ENDLESS
-
-    def __getitem__(self, step: int) -> Arrays:
-        bucket, key = (int(n[0]) for n in self._schedule.locate(np.array([step])))
-        rows, source, target, stream = self._buckets[bucket]
-        draws = stream.take(key * rows, (key + 1) * rows)[self._host.part(rows)]
-        languages = self._config.languages
-        return fill([[draw] for draw in draws], self._tokens, source, target, languages)
-
-
 class Batches:
     """The endless sequence of batches: random access by step, and iteration that reads ahead."""
 
@@ -229,8 +167,7 @@ class Batches:
         self.examples = sum(len(fit) for fit in fits)
         self.too_long = self.examples - sum(int(fit.sum()) for fit in fits)
         self.tasks = tuple(examples.task for examples in tokens)
-        source = _Packed if config.mode == "pack" else _Bucketed
-        self._source = source(tokens, config, host)
+        self._source = _Packed(tokens, config, host)
         self._workers, self._ahead = workers, ahead
 
     def __getitem__(self, step: int) -> Arrays:

@@ -20,31 +20,30 @@ NAMES = {
     "target_positions",
 }
 CONFIG = BatchConfig(rows=8, source_length=48, target_length=48)
-MODES = st.sampled_from(["pack", "bucket"])
 
 
 def equal(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-def config_of(mode, seed=0, **more):
-    return BatchConfig(8, 48, 48, mode, seed=seed, **more)
+def config_of(seed=0, **more):
+    return BatchConfig(8, 48, 48, seed=seed, **more)
 
 
 @settings(max_examples=6)
-@given(MODES, st.integers(0, 5), st.integers(0, 300))
-def test_a_batch_is_a_function_of_seed_and_step(tokens, mode, seed, step):
-    one, other = (Batches(tokens, config_of(mode, seed)) for _ in range(2))
+@given(st.integers(0, 5), st.integers(0, 300))
+def test_a_batch_is_a_function_of_seed_and_step(tokens, seed, step):
+    one, other = (Batches(tokens, config_of(seed)) for _ in range(2))
     for k in (step + 40, 3, step):  # in whatever order they are asked for
         one[k]
     assert equal(one[step], other[step])
-    assert not equal(one[step], Batches(tokens, config_of(mode, seed + 1))[step])
+    assert not equal(one[step], Batches(tokens, config_of(seed + 1))[step])
 
 
 @settings(max_examples=6)
-@given(MODES, st.integers(0, 20), st.integers(1, 4))
-def test_resuming_goes_on_exactly(tokens, mode, stop, more):
-    batches = Batches(tokens, config_of(mode))
+@given(st.integers(0, 20), st.integers(1, 4))
+def test_resuming_goes_on_exactly(tokens, stop, more):
+    batches = Batches(tokens, config_of())
     iterator = batches.iterate()
     for _ in range(stop):
         next(iterator)
@@ -62,10 +61,10 @@ def test_resuming_goes_on_exactly(tokens, mode, stop, more):
 
 
 @settings(max_examples=6)
-@given(MODES, st.sampled_from([2, 4]), st.integers(0, 100))
-def test_hosts_read_disjoint_parts_of_one_batch(tokens, mode, count, step):
-    whole = Batches(tokens, config_of(mode))[step]
-    parts = [Batches(tokens, config_of(mode), Host(i, count))[step] for i in range(count)]
+@given(st.sampled_from([2, 4]), st.integers(0, 100))
+def test_hosts_read_disjoint_parts_of_one_batch(tokens, count, step):
+    whole = Batches(tokens, config_of())[step]
+    parts = [Batches(tokens, config_of(), Host(i, count))[step] for i in range(count)]
     for name, array in whole.items():
         assert np.array_equal(np.concatenate([part[name] for part in parts]), array)
 
@@ -98,21 +97,19 @@ def sentences(batch, b):
     return found
 
 
-@pytest.mark.parametrize("mode", ["pack", "bucket"])
-def test_batches_hold_examples_of_the_corpus(tokens, mode):
+def test_batches_hold_examples_of_the_corpus(tokens):
     known = {
         (tuple(examples.source[i]), tuple(examples.target[i]))
         for examples in tokens
         for i in range(len(examples))
     }
-    batches = Batches(tokens, config_of(mode, languages=True))
+    batches = Batches(tokens, config_of(languages=True))
     for step in range(12):
         batch = batches[step]
         assert batch.keys() == NAMES | {"languages"}
         for b in range(len(batch["source"])):
             found = sentences(batch, b)
             assert set(found) <= known
-            assert len(found) == 1 or mode == "pack"
         empty = batch["source_segments"] == 0
         assert (batch["source"][empty] == PAD).all()
         assert (batch["languages"][empty] == -1).all()
@@ -120,22 +117,20 @@ def test_batches_hold_examples_of_the_corpus(tokens, mode):
 
 
 def test_packing_leaves_little_padding(tokens):
-    packed, bucketed = (Batches(tokens, config_of(mode)).iterate() for mode in ("pack", "bucket"))
+    packed = Batches(tokens, config_of()).iterate()
     for _ in range(30):
         next(packed)
-        next(bucketed)
     assert packed.padding < 0.35
-    assert packed.padding < bucketed.padding < 0.8
 
 
 @pytest.mark.parametrize("temperature", [1.0, 5.0, float("inf")])
 def test_the_mixture_follows_the_temperature(tokens, temperature):
-    batches = Batches(tokens, config_of("bucket", temperature=temperature, languages=True))
+    batches = Batches(tokens, config_of(temperature=temperature, languages=True))
     seen = np.zeros(len(tokens))
     for step in range(200):
         batch = batches[step]
-        first = batch["languages"][:, 0]
-        seen += np.bincount(first[first >= 0], minlength=len(tokens))
+        first = (batch["source_positions"] == 0) & (batch["source_segments"] > 0)
+        seen += np.bincount(batch["languages"][first], minlength=len(tokens))
     sizes = np.array([len(examples) for examples in tokens], float)
     expected = sizes ** (1 / temperature) / (sizes ** (1 / temperature)).sum()
     assert np.abs(seen / seen.sum() - expected).max() < 0.05
@@ -163,8 +158,6 @@ def test_a_schedule_counts_each_part_up(weights, seed, start):
 
 
 def test_mistakes_are_named(tokens, monkeypatch):
-    with pytest.raises(UserError, match="did you mean 'pack'"):
-        BatchConfig(mode="packs")
     with pytest.raises(UserError, match="do not divide among 3 hosts"):
         Batches(tokens, CONFIG, Host(0, 3))
     with pytest.raises(UserError, match="nothing to sample"):
