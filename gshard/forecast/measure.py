@@ -91,7 +91,7 @@ def _ready(fn: Callable[..., Any], rows: jax.Array) -> Callable[[], Any]:
     return lambda: compiled(placed)
 
 
-def _products(dtype: str, n: int = 512) -> Probe:
+def _products(dtype: str, n: int = 1024) -> Probe:
     with jax.enable_x64(dtype == "float64"):
         a = jnp.ones((jax.device_count(), n, n), dtype)
         return 2.0 * n**3, _ready(lambda a: a @ a, a)

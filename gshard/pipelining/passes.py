@@ -2,8 +2,8 @@
 
 JAX differentiates the layer once. The program is cut by dependencies: what does not depend on the
 gradient of the output is the forward pass, what the gradient of the input needs comes next, and the
-rest when there is time. No product is computed twice, and what `jax.checkpoint` says of residuals
-holds.
+other products when there is time. What is cheap comes before them, so that their operands alone are
+kept. No product is computed twice, and what `jax.checkpoint` says of residuals holds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from gshard._jax import drop_unused
 from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.graph import inputs_of, needed_for
-from gshard.graph.regions import called
+from gshard.graph.kinds import PRODUCTS
+from gshard.graph.regions import bodies, called
 from gshard.graph.source import on_behalf_of
 
 
@@ -53,10 +54,24 @@ def differentiated(block: ClosedJaxpr, fixed: int) -> Passes:
     forward, rest = _cut(whole, fixed, operands, len(block.out_avals), early)
     rest = _inlined(rest)
     jaxpr, gradients = rest.jaxpr, rest.jaxpr.outvars
-    first = needed_for(gradients[waiting:], jaxpr.eqns)
+    first = _with_cheap(needed_for(gradients[waiting:], jaxpr.eqns), rest)
     rest = _program(rest, jaxpr.invars, gradients[waiting:] + gradients[:waiting], jaxpr.eqns)
     parts = _cut(rest, fixed, len(jaxpr.invars), len(gradients) - waiting, first)
     return Passes(forward, *parts)
+
+
+def _with_cheap(first: Sequence[JaxprEqn], program: ClosedJaxpr) -> list[JaxprEqn]:
+    """Some equations, and those that need no products but these have."""
+    late, taken = set[Any](), set(map(id, first))
+    for eqn in program.jaxpr.eqns:
+        if id(eqn) in taken:
+            continue
+        waits = any(not isinstance(a, Literal) and a in late for a in eqn.invars)
+        if waits or eqn.primitive in PRODUCTS or bodies(eqn):
+            late.update(eqn.outvars)
+        else:
+            taken.add(id(eqn))
+    return [eqn for eqn in program.jaxpr.eqns if id(eqn) in taken]
 
 
 def _cut(
