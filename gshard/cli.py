@@ -40,6 +40,7 @@ from gshard.commands import (
     train,
     translate,
 )
+from gshard.commands.plain import PlainCommand
 from gshard.errors import UserError
 from gshard.untrusted import printable_lines
 
@@ -70,14 +71,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Partition annotated JAX programs, and train multilingual translation with them.",
 )
-app.command(rich_help_panel=_PROGRAMS)(auto.auto)
-app.command(rich_help_panel=_PROGRAMS)(compare.compare)
-app.command(rich_help_panel=_PROGRAMS)(doctor.doctor)
-app.command(rich_help_panel=_PROGRAMS)(explain.explain)
-app.command(rich_help_panel=_PROGRAMS)(fits.fits)
-app.command(rich_help_panel=_PROGRAMS)(forecast.forecast)
-app.command(rich_help_panel=_PROGRAMS)(interval.interval)
-app.command(rich_help_panel=_PROGRAMS)(profile.profile)
+app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(auto.auto)
+app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(compare.compare)
+app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(doctor.doctor)
+app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(explain.explain)
+app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(fits.fits)
+app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(forecast.forecast)
+app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(interval.interval)
+app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(profile.profile)
 app.add_typer(data.app, name="data", rich_help_panel=_TRANSLATION)
 for _command in (
     train.train,
@@ -88,9 +89,11 @@ for _command in (
     study.study,
     release.release,
 ):
-    app.command(rich_help_panel=_TRANSLATION)(_command)
-app.command("import", rich_help_panel=_TRANSLATION)(importing.import_)
-app.command(rich_help_panel=_TRANSLATION, context_settings=launch.SETTINGS)(launch.launch)
+    app.command(cls=PlainCommand, rich_help_panel=_TRANSLATION)(_command)
+app.command("import", cls=PlainCommand, rich_help_panel=_TRANSLATION)(importing.import_)
+app.command(cls=PlainCommand, rich_help_panel=_TRANSLATION, context_settings=launch.SETTINGS)(
+    launch.launch
+)
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gshard.commands.options import Languages, Plots, complete_tiers
+from gshard.commands.plain import PlainCommand
 
 if TYPE_CHECKING:
     from gshard.mt.data.gather import GatherConfig
@@ -25,7 +26,7 @@ Tier = Annotated[
 CorpusFolder = Annotated[Path, typer.Argument(help="folder of a gathered corpus")]
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def gather(
     tier: Tier = "",
     out: Annotated[Path, typer.Option(help="folder of the corpus")] = Path("corpus"),
@@ -103,7 +104,7 @@ def _on_ray(config: GatherConfig) -> GatherConfig:
     return replace(config, out=config.out.absolute(), own=own, ray=True)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def stats(
     corpus: CorpusFolder = Path("corpus"),
     most: Annotated[int, typer.Option(help="languages to show; 0 means all")] = 0,
@@ -130,7 +131,7 @@ def stats(
         console.print("every file matches its checksum")
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def vocabulary(
     corpus: CorpusFolder = Path("corpus"),
     out: Annotated[
@@ -169,7 +170,7 @@ def vocabulary(
     )
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def batches(
     corpus: CorpusFolder = Path("corpus"),
     vocabulary: Annotated[

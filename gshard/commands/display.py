@@ -83,7 +83,7 @@ class TrainDisplay:
     def _figures(self, record: dict[str, Any]) -> list[tuple[str, str]]:
         figures = [
             ("loss", f"{record['nll']:.3f}" if record["nll"] is not None else "not finite"),
-            ("dev", f"{self._dev['nll']:.3f}" if self._dev.get("nll") is not None else "-"),
+            *([("dev", f"{self._dev['nll']:.3f}")] if self._dev.get("nll") is not None else []),
             ("tokens/s", f"{record['tokens_per_second']:,.0f}"),
             ("of matmul", f"{record['share_of_matmul']:.0%}"),
         ]

@@ -53,15 +53,17 @@ class Lines:
 
     def stage(self, name: str, total: int) -> Advance:
         """Begin a stage; the returned function counts, and prints at intervals."""
-        done, printed = 0, time.monotonic()
-        console.print(f"{name}: {total:,} to do", soft_wrap=True)
+        done, begun = 0, time.monotonic()
+        printed = begun
+        console.print(f"{name}: {total:,} to do" if total > 1 else f"{name} ...", soft_wrap=True)
 
         def step(note: str = "", count: int = 1) -> None:
             nonlocal done, printed
             done += count
             if done == total or time.monotonic() - printed > SECONDS:
                 printed = time.monotonic()
-                console.print(f"{name}: {done:,} of {total:,} {note}", markup=False, soft_wrap=True)
+                text = f"{name}: {done:,} of {total:,}, {printed - begun:.0f} s {note}"
+                console.print(text.rstrip(), markup=False, soft_wrap=True)
 
         return step
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ import gshard
 from gshard.cli import app, main
 from gshard.commands import options
 from gshard.commands.screen import working
+from gshard.commands.show import Lines
 from gshard.forecast import hardware
 
 # An option of several commands has one default, but for these.
@@ -243,3 +245,17 @@ def test_help_shows_every_word_of_an_options_description():
             assert Text.from_markup(text).plain == text, (name, param.name)
     shown = CliRunner().invoke(app, ["forecast", "-h"], env={"COLUMNS": "200"}).output
     assert "the paper's" in shown
+
+
+def test_types_in_help_are_nouns_and_flags_have_none():
+    shown = CliRunner().invoke(app, ["explain", "-h"], env={"COLUMNS": "200"}).output
+    assert not re.search(r"<\w+|\bbool\b|list\[", shown)
+    rows = {line.split()[1]: line.split()[2] for line in shown.splitlines() if " --" in line}
+    assert (rows["--page"], rows["--budget"], rows["--arguments"]) == ("PATH", "NUMBER", "TEXT")
+    assert rows["--json"] == "print"  # the first word of its description
+
+
+def test_stages_without_a_terminal_say_how_long_they_took(capsys):
+    advance = Lines().stage("compile", 1)
+    advance("8 devices")
+    assert capsys.readouterr().out == "compile ...\ncompile: 1 of 1, 0 s 8 devices\n"

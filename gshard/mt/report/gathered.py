@@ -110,8 +110,13 @@ class Gathered:
 
     @property
     def last(self) -> Record:
-        """The newest known value of everything that training records have."""
-        return {name: value for record in self.train for name, value in record.items()}
+        """The newest known value of everything that training records have; the step that a run
+        stopped at may have been saved, with its dev loss, and not logged."""
+        found = {name: value for record in self.train for name, value in record.items()}
+        saved = self.dev[-1] if self.dev else {}
+        if saved.get("step", 0) > found.get("step", 0):
+            found |= {name: saved[name] for name in ("step", "tokens", "seconds") if name in saved}
+        return found
 
 
 def gather(folders: Sequence[str | Path]) -> list[Gathered]:

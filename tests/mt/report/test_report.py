@@ -5,12 +5,14 @@ import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from gshard import cli
 from gshard.mt.errors import UserError
 from gshard.mt.report import measures, write_report
+from gshard.mt.report.gathered import Gathered
 from tests.mt.browser import act
 from tests.mt.report import made_up_runs
 from tests.mt.report.made_up_runs import LANGUAGES
@@ -120,6 +122,15 @@ def plain_smooth(values):
                 count += 1
         smooth[place] = total / count
     return smooth
+
+
+def test_the_last_step_is_the_one_that_was_saved():
+    """A run that its time ends at step 97 logs step 90, and saves 97 with its dev loss."""
+    logged = {"step": 90, "tokens": 57_300, "seconds": 4.0, "nll": 3.0}
+    saved = {"step": 97, "tokens": 61_804, "seconds": 4.4, "nll": 2.9}
+    run = Gathered("a", Path("a"), train=(logged,), dev=(saved,))
+    assert run.last == {**saved, "nll": 3.0}
+    assert Gathered("a", Path("a"), train=(saved,), dev=(logged,)).last == saved
 
 
 def test_smoothing():
