@@ -207,7 +207,7 @@ _HEIGHT = 330
 
 def draw(found: Sequence[Scored], zero: Mapping[str, Mapping[str, Any]], out: Path) -> list[Path]:
     """All figures that there are numbers for."""
-    charts = {f"{metric}_by_language": _by_language(found, zero, metric) for metric in TITLES}
+    charts = {f"{metric}_by_language": by_language(found, zero, metric) for metric in TITLES}
     for name, clock, scale, unit in _CLOCKS:
         charts[f"loss_by_{name}"] = _losses(found, clock, scale, unit)
     for name, chart in charts.items():
@@ -219,14 +219,24 @@ def draw(found: Sequence[Scored], zero: Mapping[str, Mapping[str, Any]], out: Pa
 def _series(
     model: Scored, found: Sequence[Scored], points: Sequence[tuple[float, float]]
 ) -> Series:
-    """A colour for each number of experts, dashes for the shallower models."""
+    """A colour for each number of experts, dashes for the shallower models, faint the shorter runs.
+
+    A run without a label of its own is called by what sets it apart.
+    """
     kinds = sorted({each.experts for each in found})
+    alike = [m for m in found if (m.experts, m.layers) == (model.experts, model.layers)]
+    is_short = model.step < max(each.step for each in alike)
+    label = model.label
+    if label == model.name:
+        label = f"{model.experts} experts" if model.experts else "dense"
+        label += f", {model.layers} layers{', short' * is_short}"
+        label += f", seed {model.seed}" if len({each.seed for each in alike}) > 1 else ""
     is_shallow = model.layers < max(each.layers for each in found)
     colour = f"var(--s{kinds.index(model.experts) % 12})"
-    return Series(points, model.label, colour, dashed=is_shallow)
+    return Series(points, label, colour, dashed=is_shallow, faint=is_short)
 
 
-def _by_language(
+def by_language(
     found: Sequence[Scored], zero: Mapping[str, Mapping[str, Any]], metric: str
 ) -> Chart:
     """The paper's figure: over the baselines if there are any, else the scores themselves."""
