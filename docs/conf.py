@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import gshard
@@ -21,15 +23,33 @@ root_doc = "index"
 exclude_patterns = ["README.md", "_build", "results/figure"]  # README.md is the index on GitHub
 
 html_theme = "sphinx_book_theme"
-html_title = "gshard"
+html_title = f"gshard {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {
     "show_toc_level": 2,
-    "use_download_button": False,
+    "use_download_button": True,  # the page's own Markdown or notebook
     "use_fullscreen_button": False,
     "show_navbar_depth": 1,
 }
+# With an address under [project.urls], pages link to their source, and notebooks open in Colab.
+_urls = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["urls"]
+if repository := _urls.get("Repository"):
+    html_theme_options |= {
+        "repository_url": repository,
+        "path_to_docs": "docs",
+        "use_source_button": True,
+        "use_edit_page_button": True,
+        "use_repository_button": True,
+        "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+    }
+# With one of the documentation, whose versions are folders with a list in versions.json beside them.
+if documentation := _urls.get("Documentation"):
+    html_theme_options["switcher"] = {
+        "json_url": f"{documentation.rstrip('/')}/versions.json",
+        "version_match": release,
+    }
+    html_theme_options["primary_sidebar_end"] = ["version-switcher"]
 copybutton_prompt_text = "$ "
 # Paths to files outside of docs/ are downloads, and headings have addresses.
 myst_heading_anchors = 4
@@ -71,27 +91,6 @@ def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
     lines[:] = made
 
 
-OUTSIDE = re.compile(r"\b(?:python -m (benchmarks|tools)\b|(examples|studies)/)")
-
-
-def needs_checkout(text: str) -> str:
-    """The folders beside the package that a page names, as a note for readers who have a wheel."""
-    found = sorted({name for match in OUTSIDE.findall(text) for name in match if name})
-    if not found or "checkout" in text:
-        return ""
-    names = " and ".join(f"`{name}`" for name in found)
-    return f"{names}: in a checkout of the repository; not a part of the wheel."
-
-
-def add_note(app: Any, docname: str, source: list[str]) -> None:
-    """Under the title of a page in Markdown: what on it needs a checkout."""
-    title, _, rest = source[0].partition("\n")
-    note = needs_checkout(source[0])
-    if note and title.startswith("# "):
-        source[0] = f"{title}\n\n:::{{note}}\n{note}\n:::\n{rest}"
-
-
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("source-read", add_note)
     app.connect("autodoc-process-docstring", as_rst, priority=100)  # before napoleon's

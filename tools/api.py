@@ -27,9 +27,9 @@ MODULES = {  # whether each name has a section of its own, or a row
 }
 HEAD = """# What is public
 
-Public are the names on this page, which `python -m tools.api --update` makes from the code. Every
-other module and every name that begins with an underscore is private, and may change from one
-release to the next. `CHANGELOG.md` says what changes for users.
+Public are the names on this page, which `python -m tools.api --update` (in a checkout) makes from
+the code. Every other module and every name that begins with an underscore is private, and may
+change from one release to the next. `CHANGELOG.md` says what changes for users.
 """
 COLUMNS = 96
 

@@ -22,7 +22,7 @@ MODULES = (
 
 _HEAD = """# `gshard.jit` compared with `jax.jit`
 
-Made by `python -m tools.jit_table --update` from the tests that show each row.
+Made by `python -m tools.jit_table --update` (in a checkout) from the tests that show each row.
 
 `gshard.jit` takes every keyword of `jax.jit`, and the function that it returns is called,
 transformed, lowered and cached in the same way: JAX itself parses the arguments, traces the

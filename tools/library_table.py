@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "libraries.md"
 
 _HEAD = """# Other people's programs
 
-Made by `python -m tools.library_table --update`, which runs `tests/libraries`.
+Made by `python -m tools.library_table --update` (in a checkout), which runs `tests/libraries`.
 
 Each program is a library's own, unmodified, with `gshard.jit` for `jax.jit` and its batch, chains,
 observations or right-hand sides split over 8 devices; `strict=True`, so that every primitive in it
