@@ -43,7 +43,7 @@ if repository := _urls.get("Repository"):
         "use_repository_button": True,
         "launch_buttons": {"colab_url": "https://colab.research.google.com"},
     }
-# With one of the documentation, whose versions are folders with a list in versions.json beside them.
+# With one of the documentation, whose versions are folders, listed in versions.json.
 if documentation := _urls.get("Documentation"):
     html_theme_options["switcher"] = {
         "json_url": f"{documentation.rstrip('/')}/versions.json",

@@ -30,11 +30,15 @@ PHRASES = {
     r"\bthose of them\b": "the ones",
     r"\bbeside (XLA|`?jax\.jit|those of experts|others\b(?! that))": "compared with",
     r"\bwhat (searches|binds)\b": "the noun: engine, limit",
+    r"\b(tokens|sentences|texts|requests|words|pairs|bytes) a (second|minute|hour|day)\b": "per",
+    r"\b(tokens|sentences|ms|seconds) a step\b": "per step",
     # A sentence begins with the thing itself, and calls it by its name.
     r"(?-i:\bOf (?!course))": "the noun first",
     r"(?-i:\bThose )": "the noun",
 }
-_PATTERN = re.compile("|".join(f"(?:{phrase})" for phrase in PHRASES), re.IGNORECASE)
+PAGES = {  # in pages alone: code has things beside others
+    r"\bbeside\b": "compared with, during, next to",
+}
 
 
 def prose(path: Path) -> list[tuple[int, str]]:
@@ -59,7 +63,8 @@ def phrases(path: Path) -> list[str]:
     found = []
     for first, text in prose(path):
         flat = re.sub(r"\s", " ", text)  # of the same length, so that lines can be counted
-        for match in _PATTERN.finditer(flat):
+        listed = [*PHRASES, *(PAGES if path.suffix == ".md" else ())]
+        for match in re.finditer("|".join(f"(?:{each})" for each in listed), flat, re.IGNORECASE):
             line = first + text.count("\n", 0, match.start())
             found.append(f"line {line}: {match[0]!r}; see tools/words.py")
     return found

@@ -1,4 +1,4 @@
-"""The check: every value of the user's program, beside the devices' tiles of it, exactly.
+"""The check: every value of the user's program compared with the devices' tiles of it, exactly.
 
 Both programs run on numbers for which addition is associative (`exact`): the user's as it is, and
 the partitioned one for all devices in lockstep. Whenever devices have a value of the user's

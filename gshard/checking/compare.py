@@ -1,4 +1,4 @@
-"""The tiles of all devices beside what they should be: equal in the field, or different."""
+"""The tiles of all devices compared with what they should be: equal in the field, or different."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Gap:
 
 
 def gap_between(got: Value, wanted: Value, tiling: Tiling, active: Any, dtype: Any) -> Gap:
-    """What the active devices have, beside the tiles of what it should be."""
+    """What the active devices have, compared with the tiles of what it should be."""
     manual, count = tiling.sharding.manual, tiling.count
     here, devices = (got, np.arange(count)) if manual else tiling.reduced(got)
     there = wanted if manual else tiling.cut(wanted)

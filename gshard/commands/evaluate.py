@@ -1,4 +1,4 @@
-"""`gshard evaluate`: BLEU and chrF++ of a run on held-out text, beside its controls."""
+"""`gshard evaluate`: BLEU and chrF++ of a run on held-out text, compared with its controls."""
 
 from __future__ import annotations
 

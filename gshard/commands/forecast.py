@@ -89,7 +89,7 @@ def forecast(
 
 
 def _draw(chosen: Deployment, found: Forecast, plots: Path | None, page: Path | None) -> None:
-    """Plots and the page, with forecasts for fewer devices beside them."""
+    """Plots and the page, with forecasts for fewer devices."""
     with working() as tell:
         growth = _by_devices(tell, chosen, found.hardware)
     model = chosen.model.name

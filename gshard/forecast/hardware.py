@@ -75,7 +75,7 @@ class Hardware:
 
     @property
     def overlaps(self) -> bool:
-        """Whether its compiler schedules collectives beside products that do not need them."""
+        """Whether its compiler schedules collectives during products that do not need them."""
         return COMPILERS[self.compiler].overlaps
 
     @property

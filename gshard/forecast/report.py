@@ -95,7 +95,7 @@ class Forecast:
 
     @property
     def hidden_seconds(self) -> float:
-        """The time of communication beside other operators; GPUs alone have any."""
+        """The time of communication during other operators; GPUs alone have any."""
         return float(sum(t.hidden_seconds * t.count for t in self.operators))
 
     @property

@@ -1,7 +1,7 @@
 """The time of a step: the sum of a roofline for every operator.
 
 An operator takes as long as its slowest resource: arithmetic, memory or links. Operators run one
-after the other, except that GPUs run collectives beside products that do not need them.
+after the other, except that GPUs run collectives during products that do not need them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Timed:
 
     @property
     def alone_seconds(self) -> float:
-        """One run of it, if nothing else runs beside it."""
+        """One run of it, if nothing else runs at the time."""
         slowest = max(self.arithmetic_seconds, self.memory_seconds, self.link_seconds)
         return slowest + self.start_seconds
 
@@ -92,7 +92,7 @@ def timed(body: Body, machine: Hardware, topology: Topology) -> list[Timed]:
 
 
 def _overlap(found: list[Timed], body: Mapping[int, DeviceOperator]) -> None:
-    """Note of the collectives of one body, by their numbers, which products run beside them."""
+    """Note of the collectives of one body, by their numbers, which products run meanwhile."""
     steps = [(i, operator.reads, operator.writes) for i, operator in body.items()]
     sends = {i: found[i].alone_seconds for i in body if found[i].collective}
     works = {i: found[i].alone_seconds for i in body if i not in sends}

@@ -25,7 +25,7 @@ class Torus:
     shape: tuple[int, ...]
     wraps: tuple[bool, ...]
     devices_per_chip: int
-    link_bandwidth: float  # bytes a second, in each direction
+    link_bandwidth: float  # bytes per second, in each direction
     hop_seconds: float
 
     @property

@@ -212,7 +212,7 @@ def parse(text: str) -> tuple[int, Hardware]:
 def fitting(
     devices: int, machine: Hardware, tell: Callable[[str], None] = lambda _: None
 ) -> list[Fitting]:
-    """What fits: the largest model first, then the most tokens a second.
+    """What fits: the largest model first, then the most tokens per second.
 
     Each attempt takes as long as a lowering; `tell` is called before each.
     """

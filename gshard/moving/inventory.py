@@ -129,7 +129,7 @@ class Collective:
         times = f" x {self.count}" if self.count != 1 else ""
         others = len({c.source for c in self.members}) - 1
         more = f" and {others} more line{'s' * (others > 1)}" if others > 0 else ""
-        beside = f"  beside {', '.join(self.overlapped_with)}" if self.overlapped_with else ""
+        beside = f"  during {', '.join(self.overlapped_with)}" if self.overlapped_with else ""
         return (
             f"{self.kind:<18} {self.bytes:>12,} B{times}  {self.dtype} over {self.group_size} "
             f"devices  {self.source}{more}  {self.reason}{beside}"

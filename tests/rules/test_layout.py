@@ -145,7 +145,7 @@ def test_copies_and_precision_are_free():
         ((6, 4, 15, 1), (8, 3, 3, 5)),  # beside one whose tiles become uneven
     ],
 )
-def test_dims_that_mix_beside_others_that_are_split(before, after):
+def test_dims_that_mix_comparison_that_are_split(before, after):
     lowered = check(
         lambda x: x.reshape(after),
         random_array(before),

@@ -1,7 +1,7 @@
 """The arithmetic of a study's tables and figures, from what its runs left behind.
 
 The paper's figure is Delta-BLEU by language, the languages in order of their text and smoothed over
-ten; its table has the cost beside the quality; its efficiency figure says what a training loss
+ten; its table has the cost next to the quality; its efficiency figure says what a training loss
 costs. All of it is computed here from plain values, by the arithmetic of the page of a run
 (`gshard.mt.report.measures`), so that a test can do it again by hand.
 """
@@ -46,7 +46,7 @@ class Scored:
 
     @property
     def tokens_per_second(self) -> float:
-        """Target tokens a second, over all of the training."""
+        """Target tokens per second, over all of the training."""
         return self.tokens / max(self.seconds, 1e-9)
 
     def mean(self, metric: str, group: str = "all", direction: str = "") -> float | None:

@@ -1,4 +1,4 @@
-"""docs/explanation/beside-others.md: every row has a test or a source, and what it says of JAX."""
+"""docs/explanation/comparison.md: every row has a test or a source, and what it says of JAX."""
 
 import re
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from tests.documents import ROOT
 
-PAGE = ROOT / "docs" / "explanation" / "beside-others.md"
+PAGE = ROOT / "docs" / "explanation" / "comparison.md"
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if "|" in line][2:]
 
 
