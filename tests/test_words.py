@@ -45,7 +45,7 @@ def test_a_sentence_begins_with_the_name_of_a_thing(tmp_path):
 
 
 def test_pages_compare_with_others_and_count_per_second(tmp_path):
-    text = "A page beside others: 5 tokens a second, 3 ms a step.\n"
+    text = "A page beside a program: 5 tokens a second, 3 ms a step.\n"
     page, program = tmp_path / "page.md", tmp_path / "program.py"
     page.write_text(text)
     program.write_text(f'"""{text}"""\n')
