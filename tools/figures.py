@@ -1,4 +1,4 @@
-"""`python -m tools.figures`: the figures of docs/results/figure.md, from the scores in its folder."""
+"""`python -m tools.figures`: the figures of docs/results/figure.md, from the scores there."""
 
 from __future__ import annotations
 
