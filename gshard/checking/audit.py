@@ -237,9 +237,10 @@ class Audit:
         if follows:
             report.not_compared[FOLLOWS] += 1
             return
-        report.differences.append(
-            _difference(var, gap, name, source, what, str(held.sharding), runs_of(path))
-        )
+        aval, sharding = var.aval, str(held.sharding)
+        of = (name, source, what, sharding, tuple(aval.shape), str(aval.dtype), runs_of(path))
+        found = (gap.device, gap.index, gap.got, gap.expected, gap.elements, gap.why)
+        report.differences.append(Difference(*of, *found))
 
     def _follows(self, var: Any) -> bool:
         """Whether a value depends on one that differs, directly or by values not compared."""
@@ -270,14 +271,6 @@ def _depths(jaxpr: Jaxpr, depth: int) -> dict[Any, int]:
         for body in bodies(eqn):
             found |= _depths(body, inside)
     return found
-
-
-def _difference(
-    atom: Any, gap: Gap, name: str, source: str, what: str, sharding: str = "", runs: Any = ()
-) -> Difference:
-    shape, dtype = tuple(atom.aval.shape), str(atom.aval.dtype)
-    found = (gap.device, gap.index, gap.got, gap.expected, gap.elements, gap.why)
-    return Difference(name, source, what, sharding, shape, dtype, runs, *found)
 
 
 DRAWS = 3  # points, at most, where decisions by floats are too near a tie
@@ -314,19 +307,12 @@ def check_results(
     name: str, flat: ClosedJaxpr, arguments: Sequence[Any], results: Sequence[Any], count: int
 ) -> Report:
     """Compare results that were computed elsewhere with those of the user's program, in 64 bits."""
-    report, machine = Report(name, count), Lockstep({"devices": count}, EXACT)
-    wanted = machine.finish(flat, [constant(logical(x)) for x in arguments])
-    makers = {v: eqn for eqn in flat.jaxpr.eqns for v in eqn.outvars}
-    for atom, got, right in zip(flat.jaxpr.outvars, results, wanted, strict=True):
-        eqn = None if isinstance(atom, Literal) else makers.get(atom)
-        operator, source = ("argument", "") if eqn is None else (eqn.primitive.name, source_of(eqn))
-        shape, here = tuple(atom.aval.shape), constant(logical(got))
-        doubtful = replace(here, sum_bits=UNKNOWN) if isinstance(here, Exact) else here
-        tiling = Tiling(Sharding.replicated(len(shape), count), shape)
-        gap = gap_between(doubtful, right, tiling, True, atom.aval.dtype)
-        line = report.line(operator, source)
-        line.compared, line.rounded = line.compared + 1, line.rounded + (not gap.proved)
-        if gap.elements:
-            line.different += 1
-            report.differences.append(_difference(atom, gap, operator, source, "end"))
+    types = [v.aval for v in flat.jaxpr.outvars]
+    out_of = [(Sharding.replicated(t.ndim, count), tuple(t.shape)) for t in types]
+    emitted = Emitted(name, flat, {"devices": count}, (), out_of, (), {}, flat)
+    report = Report(name, count)
+    audit = Audit(emitted, report, [constant(logical(x)) for x in (*flat.consts, *arguments)])
+    known = [constant(logical(x)) for x in results]
+    audit.finish([replace(x, sum_bits=UNKNOWN) if isinstance(x, Exact) else x for x in known])
+    report.not_compared.clear()
     return report

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gshard.checking.replaying.step import table
 from gshard.graph.readable import counted
 
 _SHOWN = 12  # rows of a table
@@ -180,13 +179,3 @@ class Report:
         return "\n".join([head, *more, *([title, *rows] if rows else [])])
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """The first difference, and the table: how notebooks show it."""
-        rows = [
-            (line.operator, line.source, line.compared, line.different, line.rounded)
-            for line in self.table[:_SHOWN]
-        ]
-        head = f"ok, {self.compared:,} values" if self.ok else str(self.first)
-        columns = ("operator", "source", "compared", "different", "within rounding")
-        return f"<p>{table((head,), ())}</p>{table(columns, rows)}"

@@ -320,7 +320,7 @@ def test_reports_are_shown(plant):
     args = random_array((4, 32)), random_array((32, 5), seed=1)
     report = gshard.check(fn, *args, devices=D)
     assert str(report).startswith("ok: ")
-    assert "dot_general" in report._repr_html_()
+    assert "operators" not in str(report)
     plant(collectives, "all_reduce", lambda place, x, *_: x)
     report = gshard.check(lambda *a: fn(*a), *args, devices=D)
     assert "The first:" in str(report)

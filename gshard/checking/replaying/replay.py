@@ -13,15 +13,15 @@ from gshard.checking.exact.number import Value, floats, plain
 from gshard.checking.lockstep import Event, Lockstep, as_devices_have_them, runs_of
 from gshard.checking.replaying.emitted import Emitted
 from gshard.checking.replaying.finite import Finite
-from gshard.checking.replaying.step import DeviceTile, Origin, ReplayStep, steps_counted, table
+from gshard.checking.replaying.step import DeviceTile, Origin, ReplayStep
 from gshard.checking.tiles import Tiling, logical
+from gshard.graph.readable import counted
 from gshard.graph.reason import NO_REASON
 from gshard.graph.regions import walk
 from gshard.graph.source import reason_of, source_of
 from gshard.moving.seen import Held
 
 Until = str | Callable[[ReplayStep], bool] | None
-_SHOWN = 8  # steps in a table
 
 
 class Replay(Iterator[ReplayStep]):
@@ -63,7 +63,6 @@ class Replay(Iterator[ReplayStep]):
         self._machine = machine
         self._number = 0
         self._origins: dict[Any, Origin] = {}
-        self._newest: list[ReplayStep] = []
         self._finite = Finite(machine.count, self._held_or_own)
         values = [floats(logical(x)) for x in (*emitted.consts, *arguments)]
         self._running = machine.run(emitted.body, emitted.entering(values))
@@ -82,7 +81,6 @@ class Replay(Iterator[ReplayStep]):
             step = self._step(event)
             if step is not None:
                 self.last = step
-                self._newest = [*self._newest[1 - _SHOWN :], step]
                 return step
         raise StopIteration
 
@@ -100,12 +98,7 @@ class Replay(Iterator[ReplayStep]):
             state = "not started"
         else:
             state = f"at {self.last.operator} {self.last.source}"
-        return f"<gshard.Replay of {what}: {state} after {steps_counted(self._number)}>"
-
-    def _repr_html_(self) -> str:
-        """The newest steps as a table: how notebooks show it."""
-        rows = [(s.number, s.operator, s.source, *map(str, s.results[:1])) for s in self._newest]
-        return table(("step", "operator", "source", "result"), rows)
+        return f"<gshard.Replay of {what}: {state} after {counted(self._number, 'step')}>"
 
     # ------------------------------------------------------------ one event
 

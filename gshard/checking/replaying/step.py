@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.checking.tiles import Place, real
-from gshard.graph.readable import counted, size
+from gshard.graph.readable import size
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,35 +124,5 @@ class ReplayStep:
             if arrays:
                 devices = ", ".join(map(str, arrays))
                 total = sum(a.nbytes for a in arrays.values())
-                found.append((way, f"{_plural(len(arrays))} {devices}: {size(total)}"))
+                found.append((way, f"device{'s' * (len(arrays) > 1)} {devices}: {size(total)}"))
         return found
-
-    def _repr_html_(self) -> str:
-        """A small table: how notebooks show it."""
-        rows = [("operator", self.operator), ("source", self.source), ("reason", self.reason)]
-        rows += [("found", self.found)] if self.found else []
-        rows += [("operand", f"{p}: {p.range}") for p in self.operands]
-        rows += [("result", f"{p}: {p.range}") for p in self.results]
-        rows += self._exchanges()
-        return table(("", f"step {self.number} on device {self.device}"), rows)
-
-
-def _plural(count: int) -> str:
-    return "device" if count == 1 else "devices"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A small table in HTML."""
-    cells = "".join(f"<th style='text-align:left'>{html.escape(str(h))}</th>" for h in head)
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td style='text-align:left'>{html.escape(str(c))}</td>" for c in row)
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table><tr>{cells}</tr>{body}</table>"
-
-
-def steps_counted(count: int) -> str:
-    """`1 step`, `2 steps`."""
-    return counted(count, "step")

@@ -184,8 +184,6 @@ def test_a_step_and_a_replay_are_shown():
     replay = lowered_of(layer, *ARGS).replay(*ARGS, device=3)
     step = next(s for s in replay if s.operator == "dot_general")
     assert "float32[2, 6] = [6:8, 0:6] of [13, 6]" in str(step)
-    assert "<table>" in step._repr_html_()
-    assert "dot_general" in replay._repr_html_()
 
 
 def test_refusals():
