@@ -57,25 +57,18 @@ def auto(
     plots: Plots = None,
 ) -> None:
     """Choose a mesh and annotations for a function; no accelerator needed."""
-    import gshard
     from gshard.autosharding.layout.annotations import as_text
+    from gshard.comparing.step import Step
 
     if out is not None and not out.absolute().parent.is_dir():
         raise UserError(f"--out is {out}; there is no folder {out.parent}")
     with one_line_errors():
         given = given_arguments(shapes, arguments)
-        chosen_for = imported(function)
+        step = Step(imported(function), given)
         budget = 60.0 if seconds is None else seconds
         with working() as tell, _Phases(tell):
             tell(f"choosing annotations for {devices} devices, about {budget:.0f} seconds")
-            layout = gshard.auto(
-                chosen_for,
-                *given,
-                devices=devices,
-                hardware=hardware,
-                memory=memory,
-                seconds=budget,
-            )
+            layout = step.by_auto(devices=devices, hardware=hardware, memory=memory, seconds=budget)
     if out is not None:
         layout.save(out)
     if plots is not None:

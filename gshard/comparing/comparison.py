@@ -163,7 +163,7 @@ def compare(
     if seconds:
         tell(f"gshard.auto chooses annotations, about {seconds:.0f} seconds")
         try:
-            layout = step.by_auto(chosen, own.devices, seconds)
+            layout = step.by_auto(hardware=chosen, devices=own.devices, seconds=seconds)
             found = layout.lowered
             assert found is not None
             count = len(found.collectives)

@@ -242,6 +242,7 @@ def _kept(held: Iterable[LiveValue]) -> list[tuple[str, int]]:
 
 def _auto(step: Step, machine: Hardware, devices: int, seconds: float) -> tuple[str, int | None]:
     try:
-        return "what gshard.auto chose", step.by_auto(machine, devices, seconds).memory_bytes
+        layout = step.by_auto(hardware=machine, devices=devices, seconds=seconds)
+        return "what gshard.auto chose", layout.memory_bytes
     except ValueError as error:  # nothing fits: it says how much the least holds
         return f"gshard.auto: {str(error).splitlines()[0]}", None

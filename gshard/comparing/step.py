@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import jax
 
 import gshard
+from gshard.capture.calls import called_with, names_of
 from gshard.comparing.torch_step import step_of_torch
 from gshard.contrib._swap import partitioned
 from gshard.forecast import Hardware
@@ -81,16 +82,18 @@ class Step:
 
         return self._lowered(changed)
 
-    def by_auto(self, hardware: Hardware, devices: int, seconds: float) -> gshard.Layout:
-        """What `gshard.auto` reaches; constraints inside the step are kept."""
-        how: dict[str, Any] = {"devices": devices, "hardware": hardware, "seconds": seconds}
+    def by_auto(self, **how: Any) -> gshard.Layout:
+        """What `gshard.auto` with these keywords reaches; constraints inside the step are kept."""
 
         class Searched:  # by the arguments that a library's wrapper passes on
             def __init__(self, inside: Any):
                 self.inside = inside
 
             def lower(self, *args: Any) -> NoReturn:
-                raise _Found(gshard.auto(self.inside.__wrapped__, *map(_abstract, args), **how))
+                layout = gshard.auto(self.inside.__wrapped__, *map(_abstract, args), **how)
+                if layout.lowered is not None:
+                    layout.lowered.named(names_of(jax.tree.leaves(args)))
+                raise _Found(layout)
 
         try:
             self._lowered(Searched)
@@ -99,7 +102,9 @@ class Step:
         raise AssertionError
 
     def _lowered(self, change: Change) -> Any:
-        with _all_frames(), _changed_inside(self._step, change) as step:
+        own = getattr(self._step, "__wrapped__", self._step)
+        called = called_with(own, self.args, {})
+        with _all_frames(), called, _changed_inside(self._step, change) as step:
             lowered = step.lower(*self.args)
         return getattr(lowered, "lowered", lowered)  # Equinox's and NNX's have JAX's inside
 

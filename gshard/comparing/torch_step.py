@@ -39,9 +39,10 @@ def step_of_torch(
         return sum(jnp.mean(x.astype(jnp.float32)) for x in floats) if own is None else own
 
     def step(params: Any, key: Any, *inputs: Any) -> Any:
-        parts = jax.device_count()
-        split = jax.tree.map(lambda x: gshard.split(x, 0, parts) if x.ndim else x, inputs)
-        gradients = jax.grad(loss)(params, key, split)
+        parts = jax.device_count()  # of one, `gshard.auto` chooses for others
+        if parts > 1:
+            inputs = jax.tree.map(lambda x: gshard.split(x, 0, parts) if x.ndim else x, inputs)
+        gradients = jax.grad(loss)(params, key, inputs)
         return jax.tree.map(lambda w, g: w - 1e-3 * g, params, gradients)
 
     step.__name__ = type(module).__name__

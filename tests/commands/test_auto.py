@@ -63,6 +63,38 @@ def test_a_layout_of_trees_is_kept(folder):
     assert any(a.path == "[1]" for a in layout.annotations)
 
 
+NNX = """
+import jax, jax.numpy as jnp, optax
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(256, 4096, rngs=rngs)
+        self.down = nnx.Linear(4096, 256, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+@nnx.jit
+def step(model, optimizer, x):
+    optimizer.update(model, nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model))
+
+def arguments():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    return model, optimizer, jax.ShapeDtypeStruct((64, 256), jnp.float32)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*nnx.*:DeprecationWarning")
+def test_names_are_those_of_the_users_library(folder):
+    """Of a step as NNX compiles it, which passes on a list of arrays."""
+    (folder / "a_step_of_nnx.py").write_text(NNX)
+    words = ["auto", "a_step_of_nnx:step", "--arguments", "a_step_of_nnx:arguments"]
+    shown = CliRunner().invoke(app, [*words, "--hardware", "h100", "--budget", "1"]).stdout
+    assert re.search(r"^  model\.(up|down)\.kernel: P\(", shown, re.MULTILINE), shown
+
+
 def test_the_frontier_as_a_plot(folder):
     pytest.importorskip("vl_convert")
     words = ["auto", "program_of_a_user:step", "--arguments", "program_of_a_user:arguments"]

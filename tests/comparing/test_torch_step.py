@@ -55,14 +55,18 @@ def test_inputs_by_name():
     step = Step(Labelled(), (inputs(64),))
     for given in (step, step.with_args((*step.args[:2], inputs(128)))):
         found = given.by_gshard(hardware("h100"))
-        assert sum(c.bytes for c in found.collectives) == 2 * 7 * 64 * 8 * 4 // 8
+        weight, labels = 64 * 8 * 4, 4  # the loss is divided by how many labels there are
+        assert sum(c.bytes for c in found.collectives) == 2 * 7 * (weight + labels) // 8
 
 
 def test_a_stack_of_the_batch_sends_the_weights_alone():
-    found = compare(Step(Sums(), (jax.ShapeDtypeStruct((64, 64), np.float32),)), "h100")
+    step = Step(Sums(), (jax.ShapeDtypeStruct((64, 64), np.float32),))
+    found = compare(step, "h100")
     assert [p.sent for p in found.programs] == [2 * 7 * 3 * 64 * 64 * 4 // 8] * 2
     assert found.lines == ()
     assert found.same[0] == 1  # a line of this file in both
+    layout = step.by_auto(devices=8, hardware="h100", memory="80 KB", seconds=1)
+    assert "  params['layers.0.weight']: P(" in str(layout)
 
 
 def test_layers_of_a_module_computed_again_are_a_change():
