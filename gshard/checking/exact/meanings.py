@@ -125,13 +125,13 @@ def _counts(dtype: Any) -> bool:
 
 def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The program that an equation stands for; None for operators that the field has."""
-    meaning = MEANINGS.get(eqn.primitive.name)
-    if meaning is None:
-        return None
-    if eqn.primitive.name in _RANDOM and not _counts(eqn.invars[0].aval.dtype):
-        return None
-    floats = any(is_float(v.aval.dtype) for v in eqn.outvars)
-    if not floats and eqn.primitive.name not in _RANDOM:  # JAX can do that
+    name = eqn.primitive.name
+    meaning = MEANINGS.get(name)
+    if name in _RANDOM:
+        known = _counts(eqn.invars[0].aval.dtype)
+    else:  # JAX can do that to integers
+        known = any(is_float(v.aval.dtype) for v in eqn.outvars)
+    if meaning is None or not known:
         return None
     key = signature(eqn)
     if key not in _written:

@@ -84,25 +84,22 @@ def local(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[
     if name in _ON_ELEMENTS and name not in KEEPS_BITS:
         pairs = zip(operands, eqn.invars, strict=True)
         operands = [integers(x, a.aval.dtype) if _is_bits(x) else x for x, a in pairs]
+    wide = aligned(eqn, operands) if name in _ON_ELEMENTS else operands
     if operator := _OF_ANY.get(name):
-        return _listed(operator(eqn, *_aligned(eqn, operands)))
+        return _listed(operator(eqn, *wide))
     with_floats = any(isinstance(x, Exact) for x in operands)
     if not with_floats and not any(is_float(v.aval.dtype) for v in eqn.outvars):
         return _of_integers(eqn, operands, active)
     if operator := _OF_FLOATS.get(name):
-        return _listed(operator(eqn, *_aligned(eqn, operands)))
+        return _listed(operator(eqn, *wide))
     if name in _CALLBACKS:
         return [_hash_of_all(eqn, operands, n, ()) for n in range(len(eqn.outvars))]
     if name in _SOLVERS:
         return _solved(eqn, operands)
     if name in ON_ELEMENTS and with_floats:
-        return [opaque(eqn, *aligned(eqn, operands))]
+        return [opaque(eqn, *wide)]
     made = _run(eqn, operands, active)
     return [_doubtful(x, n, eqn) for n, x in enumerate(made)] if with_floats else made
-
-
-def _aligned(eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
-    return aligned(eqn, operands) if eqn.primitive.name in _ON_ELEMENTS else operands
 
 
 def _listed(made: Any) -> list[Value]:
