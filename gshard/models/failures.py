@@ -71,12 +71,10 @@ def table(run: FailingRun, hosts: Sequence[int]) -> list[str]:
         f"{'hosts':>6} {'a failure every':>16} {'best interval':>14} {'lost':>7} "
         f"{'every 10 min':>13} {'every hour':>11}"
     ]
-    for count in hosts:
-        each = replace(run, hosts=count)
-        best = each.best_interval()
+    for row in as_dict(run, hosts)["rows"]:
         lines.append(
-            f"{count:>6,} {spoken(each.mean):>16} {spoken(best):>14} {each.lost(best):>7.2%} "
-            f"{each.lost(600.0):>13.2%} {each.lost(3600.0):>11.2%}"
+            f"{row['hosts']:>6,} {spoken(row['mean']):>16} {spoken(row['best_interval']):>14} "
+            f"{row['lost']:>7.2%} {row['lost_10_minutes']:>13.2%} {row['lost_hour']:>11.2%}"
         )
     return lines
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -63,41 +64,22 @@ _MI = 2**20
 _GROUP = 2048  # tokens per group: 4M over 2048 devices, and C = 2 * 2048 / E everywhere
 
 
+def _paper(
+    name: str, layers: int, devices: int, batch_tokens: int, weights: float, head_dim: int,
+    **config: Any,
+) -> Model:  # fmt: skip
+    sizes: dict[str, Any] = {"encoder_layers": layers // 2, "decoder_layers": layers // 2}
+    sizes |= {"source_vocab": 64_000, "target_vocab": 32_000, "model_dim": 1024}
+    sizes |= {"hidden_dim": 8192, "heads": 16, "key_dim": head_dim, "value_dim": head_dim}
+    return Model(name, TransformerConfig(**sizes, **config), devices, batch_tokens, 256, weights)
+
+
 def _moe(
-    experts: int, layers: int, batch_tokens: int, paper_weights: float, dtype: str = "float32"
+    experts: int, layers: int, batch_tokens: int, weights: float, dtype: str = "float32"
 ) -> Model:
-    config = TransformerConfig(
-        source_vocab=64_000,
-        target_vocab=32_000,
-        encoder_layers=layers // 2,
-        decoder_layers=layers // 2,
-        model_dim=1024,
-        hidden_dim=8192,
-        heads=16,
-        key_dim=128,
-        value_dim=128,
-        experts=experts,
-        groups=batch_tokens // _GROUP,
-        dtype=dtype,  # type: ignore[arg-type]
-    )
+    sizes: dict[str, Any] = {"experts": experts, "groups": batch_tokens // _GROUP, "dtype": dtype}
     name = f"moe_{experts}e_{layers}l"
-    return Model(name, config, experts, batch_tokens, 256, paper_weights)
-
-
-def _dense_96l() -> Model:
-    """T(96L): 2.3B weights leave 64 for the key and value dim of its 16 heads."""
-    config = TransformerConfig(
-        source_vocab=64_000,
-        target_vocab=32_000,
-        encoder_layers=48,
-        decoder_layers=48,
-        model_dim=1024,
-        hidden_dim=8192,
-        heads=16,
-        key_dim=64,
-        value_dim=64,
-    )
-    return Model("t_96l", config, 2048, 4 * _MI, 256, 2.3)
+    return _paper(name, layers, experts, batch_tokens, weights, 128, **sizes)
 
 
 def _small(
@@ -137,7 +119,7 @@ FAMILY: dict[str, Model] = {
         _moe(128, 36, _MI, 37),
         _moe(128, 12, _MI, 12.5),
         _moe(2048, 60, 4 * _MI, 1000, "bfloat16"),
-        _dense_96l(),
+        _paper("t_96l", 96, 2048, 4 * _MI, 2.3, 64),  # 2.3B weights leave so much for its heads
         _small("tiny", 32, 64, 4, 8, 128, 512, 16),
         _small("small", 128, 512, 4, 16, 2_000, 2048, 32),
         _small("base", 256, 1024, 8, 32, 16_000, 8192, 64),
