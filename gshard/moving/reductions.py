@@ -2,12 +2,14 @@
 
 A sum of floats by AllReduce has the order that the devices happen to have. In a sum by "tree" every
 device has a subtree of it. What is sent is sent as it is, and each device adds a part of all
-subtrees by itself: as many bytes, and one order.
+subtrees by itself: as many bytes, and one order. `halved` and `neighbours` are written out as
+additions of slices, whose order no compiler may change.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +24,6 @@ from gshard.moving.ordered import sortable, sortable_bytes
 from gshard.tensors.devices import Groups, Place
 from gshard.tensors.factors import Dim, Factors
 from gshard.tensors.tile import Tile
-from gshard.tensors.trees import neighbours
 
 _GATHERED = {"prod": lax.mul, "xor": lax.bitwise_xor, "and": lax.bitwise_and, "or": lax.bitwise_or}
 
@@ -136,3 +137,31 @@ def tree_reduce_scatter(
     first = (dim, *(d for d in range(parts.ndim) if d != dim))
     received = collectives.all_to_all(place, lax.transpose(parts, first), groups, reason)
     return neighbours(received, 0, lax.add)
+
+
+Combine = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def halved(x: jax.Array, axis: int, combine: Combine) -> jax.Array:
+    """`x` combined along a dim, the first half with the second; an odd one waits for the end."""
+    if x.shape[axis] == 0:
+        raise ValueError(f"nothing to combine along dim {axis} of {x.shape}")
+    while (n := x.shape[axis]) > 1:
+        half = n // 2
+        both = combine(_rows(x, 0, half, axis), _rows(x, half, 2 * half, axis))
+        x = lax.concatenate([both, _rows(x, n - 1, n, axis)], axis) if n % 2 else both
+    return lax.squeeze(x, [axis])
+
+
+def neighbours(x: jax.Array, axis: int, combine: Combine) -> jax.Array:
+    """`x` combined along a dim, by a tree whose subtrees are neighbours; their number is 2**k."""
+    n = x.shape[axis]
+    assert n & (n - 1) == 0, n
+    while x.shape[axis] > 1:
+        n = x.shape[axis]
+        x = combine(*(lax.slice_in_dim(x, first, n, 2, axis) for first in (0, 1)))
+    return lax.squeeze(x, [axis])
+
+
+def _rows(x: jax.Array, start: int, limit: int, axis: int) -> jax.Array:
+    return lax.slice_in_dim(x, start, limit, axis=axis)

@@ -13,8 +13,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from gshard.graph.history import program_text
 from gshard.graph.source import reason_of, source_of
-from gshard.graph.text import program_text
 from gshard.moving.inventory import COLLECTIVES, Collective, collectives_of
 from gshard.moving.nodes import node_bytes, node_of
 from gshard.rules.base.rule import REGIONS, RULES, Rule

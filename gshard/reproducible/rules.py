@@ -17,6 +17,7 @@ from gshard.graph.kinds import ALIASES
 from gshard.graph.reason import Reason
 from gshard.moving.halo import window
 from gshard.moving.plan import reshard_cost
+from gshard.moving.reductions import halved, neighbours
 from gshard.reproducible.primitives import (
     in_one_piece_p,
     leaf_dot_p,
@@ -34,7 +35,6 @@ from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
-from gshard.tensors.trees import halved, neighbours
 
 
 def _pin(

@@ -17,8 +17,8 @@ from gshard.graph import (
     needed_for,
     upstream,
 )
+from gshard.graph.history import program_text
 from gshard.graph.regions import Loop, walk
-from gshard.graph.text import program_text
 
 
 def traced(fn, *arguments):

@@ -10,9 +10,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from gshard.capture.flatten import inline
 from gshard.capture.placement import device_order
-from gshard.graph.history import Pass
+from gshard.graph.history import Pass, program_text
 from gshard.graph.regions import walk
-from gshard.graph.text import program_text
 
 
 def flat(fn: Callable, *arguments: Any) -> ClosedJaxpr:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gshard
-from gshard.graph.text import program_text
+from gshard.graph.history import program_text
 from tests.capture.simplify.texts import dedent
 
 

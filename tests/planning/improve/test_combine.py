@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gshard
-from gshard.graph.text import program_text
+from gshard.graph.history import program_text
 from gshard.moving.costs import LATENCIES
 from tests.capture.simplify.texts import dedent
 from tests.oracle import assert_same, check, even_split, kinds, random_array, run, sent

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import gshard
+from gshard.graph.history import program_text
 from gshard.graph.reason import Reason
-from gshard.graph.text import program_text
 from gshard.moving.nodes import UNEXPLAINED, code_of, node_of
 from gshard.planning.improve.expand import _reason
 from tests.capture.simplify.texts import dedent
