@@ -1,6 +1,5 @@
 """A program under transformation: equations with def-use chains, liveness, regions and text."""
 
-from gshard.graph import text
 from gshard.graph.graph import (
     Graph,
     filling,
@@ -16,6 +15,5 @@ from gshard.graph.regions import CALLS, LOOPS, Names, at_every_level, bodies, ma
 
 __all__ = [
     "CALLS", "LOOPS", "Graph", "Names", "at_every_level", "bodies", "filling", "in_order",
-    "inputs_of", "live", "map_bodies", "needed_for", "renamed", "renaming", "replacing", "text",
-    "upstream",
+    "inputs_of", "live", "map_bodies", "needed_for", "renamed", "renaming", "replacing", "upstream",
 ]  # fmt: skip

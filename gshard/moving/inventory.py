@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives
-from gshard.graph import bodies, text
+from gshard.graph import bodies, history
 from gshard.graph.readable import table
 from gshard.graph.reason import Reason
 from gshard.graph.source import reason_of, source_of
@@ -174,7 +174,9 @@ def count_equations(jaxpr: Jaxpr) -> int:
 
 def program_text(jaxpr: Jaxpr, num_devices: int) -> str:
     """The program as one line per equation; collectives with their reasons."""
-    return text.program_text(jaxpr, f"program for each of {num_devices} devices", collective_note)
+    return history.program_text(
+        jaxpr, f"program for each of {num_devices} devices", collective_note
+    )
 
 
 def collective_note(eqn: JaxprEqn) -> str:
