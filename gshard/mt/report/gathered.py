@@ -69,6 +69,7 @@ class Evaluation:
 
     tasks: dict[str, Direction]
     averages: dict[str, Record]
+    tests: dict[str, Record]  # the averages over all tasks, of each test
     examples: tuple[Example, ...]
     experts: dict[str, dict[str, list[list[float]]]]  # side, task: the share of each expert
     about: Record  # checkpoint, beam, alpha, seconds, weights
@@ -266,12 +267,13 @@ def _read_evaluation(path: Path, problems: list[str]) -> Evaluation | None:
     if value is None:
         return None
     tasks = {name: _task(name, entry) for name, entry in value["tasks"].items()}
-    averages = value.get("averages")
-    averages = averages if isinstance(averages, dict) else {}
+    found = [value.get(name) for name in ("averages", "tests")]
+    averages, tests = (each if isinstance(each, dict) else {} for each in found)
     examples = value.get("examples")
     return Evaluation(
         tasks=tasks,
         averages={name: numbers(averages[name]) for name in averages},
+        tests={n: numbers(t.get("all")) for n, t in tests.items() if isinstance(t, dict)},
         examples=tuple(_examples(examples if isinstance(examples, list) else [])),
         experts=_experts(value.get("experts"), problems),
         about=numbers(value),

@@ -184,8 +184,13 @@ def averages(runs: Sequence[Gathered]) -> Grid:
                     change(measures.mean_gain(run, baselines, group)),
                 ]
             )
+        for test, mean in run.evaluation.tests.items():
+            names = ("bleu", "chrf", "copy_bleu", "nearest_bleu")
+            cells = [Cell(""), words(f"test: {test}"), figure(mean.get("tasks"), whole)]
+            cells += [figure(mean.get(name)) for name in names]
+            rows.append([*cells, *(figure(None) for _ in range(3))])
     columns, rows = _without_empty(columns, rows, keep=5)
-    return Grid("averages", columns, rows, "Averages by resource", breaks=breaks[1:])
+    return Grid("averages", columns, rows, "Averages by resource and by test", breaks=breaks[1:])
 
 
 def _without_empty(

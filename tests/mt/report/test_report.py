@@ -52,6 +52,8 @@ def test_few_sentences_are_marked_and_left_out_as_the_evaluation_says(runs, tmp_
     tasks["de-en"]["sentences"] = 60
     tasks["sat-en"] |= {"sentences": 4, "few": True, "bleu": 99.0}
     del value["averages"]
+    far = {"tasks": 7, "bleu": 20.5, "chrf": 44.25, "nearest_bleu": 9.5}
+    value["tests"] = {"far": {"all": far}, "damaged": 3}
     made_up_runs.write(tmp_path / "run" / "evaluation.json", value)
     page = Page(write_report([tmp_path / "run"])[0])
     marks = {row[0]["value"]: row[3]["text"] for row in page.tables["languages-0"][1:]}
@@ -62,6 +64,8 @@ def test_few_sentences_are_marked_and_left_out_as_the_evaluation_says(runs, tmp_
     first = page.tables["averages"][1]
     assert float(first[3]["value"]) == pytest.approx(sum(counted) / len(counted))
     assert first[2]["value"] == "105"
+    last = {cell["text"] for cell in page.tables["averages"][-1]}
+    assert {"test: far", "7", "20.5", "44.2", "9.5"} <= last
 
 
 def test_averages_and_models_are_those_of_the_files(runs, page):
