@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -93,6 +94,11 @@ def _text(run: Run) -> Iterator[str]:
     pairs = {language: corpus.count(language) for language in languages}
     yield f"{sum(pairs.values()):,} pairs of sentences:"
     yield ", ".join(f"{language} {count:,}" for language, count in pairs.items()) + "."
+    entries = (corpus.manifest["languages"][each].get("train", {}) for each in languages)
+    origins = sum((Counter(entry.get("origins", {})) for entry in entries), Counter[str]())
+    most = (f"{_plain(name)} {n / origins.total():.0%}" for name, n in origins.most_common(8))
+    more = f", and {len(origins) - 8:,} more" if len(origins) > 8 else ""
+    yield f"\nSources: {', '.join(most)}{more}."
     if named := licences(corpus.manifest):
         yield f"\nLicences of its sources: {', '.join(named)}."
 
@@ -125,12 +131,16 @@ def _scores(run: Run, step: int) -> Iterator[str]:
         yield "These weights were not evaluated (run `gshard evaluate RUN` before the release)."
         return
     search = f"Beam {found['beam']}, alpha {found['alpha']:g}"
-    yield f"{search}, {found['split']} sentences; means over languages:\n"
-    yield "| | languages | BLEU | chrF++ |"
-    yield "|---|---:|---:|---:|"
-    for group, mean in found["averages"].items():
+    yield f"{search}, {found['split']} sentences; means over languages, and chrF++ of copying the"
+    yield "translation of the most similar training sentence:\n"
+    yield "| | languages | BLEU | chrF++ | copied |"
+    yield "|---|---:|---:|---:|---:|"
+    tests = {f"test: {test}": means.get("all") for test, means in found.get("tests", {}).items()}
+    for group, mean in {**found["averages"], **tests}.items():
         if mean and mean.get("tasks"):
-            yield f"| {group} | {mean['tasks']} | {mean['bleu']:.1f} | {mean['chrf']:.1f} |"
+            copied = f"{mean['nearest_chrf']:.1f}" if "nearest_chrf" in mean else ""
+            cells = (f"{mean['bleu']:.1f}", f"{mean['chrf']:.1f}", copied)
+            yield f"| {group} | {mean['tasks']} | {' | '.join(cells)} |"
     yield "\n| language | pairs | BLEU | chrF++ |"
     yield "|---|---:|---:|---:|"
     for name, task in found["tasks"].items():

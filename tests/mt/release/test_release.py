@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import struct
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -16,6 +17,7 @@ from gshard.mt.config import read
 from gshard.mt.decoding.detect import detector_of
 from gshard.mt.decoding.engines import EngineConfig, open_translator
 from gshard.mt.errors import UserError
+from gshard.mt.release import make
 from gshard.mt.release.make import anywhere, make_release, verify
 from gshard.mt.run import Run
 from gshard.mt.training import checksums, loop
@@ -134,6 +136,7 @@ def test_the_card_says_what_the_model_is(run, tmp_path):
         "split": "test",
         "signatures": {"bleu": "SIGNATURE"},
         "averages": {"all": {"tasks": 1, "bleu": 12.34, "chrf": 45.67}},
+        "tests": {"far": {"all": {"tasks": 1, "bleu": 8.0, "chrf": 40.0, "nearest_chrf": 20.0}}},
         "tasks": {"de-en": {"train_pairs": 1234, "bleu": 12.34, "chrf": 45.67}},
     }
     (run.folder / "evaluation.json").write_text(json.dumps(evaluation))
@@ -144,11 +147,18 @@ def test_the_card_says_what_the_model_is(run, tmp_path):
         "step 10",
         "alpha 1.4",
         "| de-en | 1,234 | 12.3 | 45.7 |",
+        "| test: far | 1 | 8.0 | 40.0 | 20.0 |",
         "SIGNATURE",
     ):
         assert part in card
     make_release(run, tmp_path / "five", "5")  # other weights than those of the scores
     assert "not evaluated" in (tmp_path / "five" / "README.md").read_text()
+
+
+def test_the_card_names_where_the_text_is_from(corpus, tokenizer):
+    text = "\n".join(make._text(SimpleNamespace(corpus=corpus, tokenizer=tokenizer)))
+    (origin,) = set(corpus.read("ru")["origin"].to_pylist())
+    assert f"Sources: ` {origin} ` 100%." in text
 
 
 def test_the_card_has_examples_that_nobody_chose(run, tmp_path):
