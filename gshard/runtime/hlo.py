@@ -127,10 +127,12 @@ class HloProgram:
 
     def _values(self, found: Instruction) -> Iterator[tuple[Instruction, str, int]]:
         """The values that a collective combines: each with its own line, its dtype and bytes."""
-        started = found.op.endswith("-start")  # then the type has both operand and result
+        started = found.op.endswith("-start")
         if started or found.op == "all-to-all" or len(found.shapes) == 1:
-            both = started and len(found.shapes) > 1
-            yield found, found.shapes[0][0], found.size // (2 if both else 1)
+            # The type of what is started has its operands, too; that of an AllReduce has not.
+            both = started and len(found.shapes) > 1 and found.op != "all-reduce-start"
+            given = sum(self._by_name[name].size for name in found.operands) if both else 0
+            yield found, found.shapes[0][0], found.size - given
             return
         taken = {
             int(user.attribute(r"index=(\d+)")): user

@@ -104,3 +104,38 @@ def test_the_older_form_of_lines_and_none():
     old = line + ', metadata={op_name="f/dot" source_file="/a/model.py" source_line=7}'
     assert [c.source for c in collectives_of_hlo(old, 8)] == ["/a/model.py:7"]
     assert [c.source for c in collectives_of_hlo(line, 8)] == ["unknown"]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "(f32[4,8]{1,0}, f32[32,8]{1,0}) all-gather-start(%a), channel_id=1, "
+            "replica_groups=[1,8]<=[8], dimensions={0}",
+            ("all_gather", 7 * 4 * 8 * 4),
+        ),
+        (
+            "(f32[4,8]{1,0}, f32[2,8]{1,0}) all-reduce-start(%a, %b), channel_id=1, "
+            "replica_groups=[1,8]<=[8], to_apply=%add",
+            ("all_reduce", 2 * (4 + 2) * 8 * 4 * 7 // 8),
+        ),
+        (
+            "(f32[4,8]{1,0}, f32[4,8]{1,0}) collective-permute-start(%a), channel_id=1, "
+            "source_target_pairs={{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7},{7,0}}",
+            ("collective_permute", 4 * 8 * 4),
+        ),
+    ],
+    ids=["gather", "two sums", "permute"],
+)
+def test_collectives_that_are_started_as_on_gpus(line, expected):
+    text = f"""HloModule jit_f, num_partitions=8
+
+ENTRY %main (a: f32[4,8], b: f32[2,8]) -> f32[4,8] {{
+  %a = f32[4,8]{{1,0}} parameter(0)
+  %b = f32[2,8]{{1,0}} parameter(1)
+  %started = {line}
+  ROOT %done = f32[4,8]{{1,0}} copy(%a)
+}}
+"""
+    ((kind, size, count, _),) = found(text)
+    assert (kind, size, count) == (*expected, 1)
