@@ -173,14 +173,20 @@ def _cheapest(flow: Flow, estimator: Estimator, dims: _DimGroups, spread: Spread
     rankings, costs = _rankings(flow, estimator, dims, contested)
     best, least = spread, estimator.cost(spread.shardings)
     order: list[Candidate] = []
+    tried: list[list[Candidate]] = []
+    estimated = dict(costs)
     for ranking in rankings:
         ranked = Spread.of(flow, dims.of, ranking, spread.held)
         total = estimator.cost(ranked.shardings)
         costs[ranking[0]] = total.cost
+        tried.append(ranking)
         if total.is_less_than(least) if not order else total.cost < least.cost:
             best, order, least = ranked, ranking, total
+        off = (abs(costs[c] - estimated[c]) > 0.03 * estimated[c] for c, *_ in tried)
+        if len(tried) == 2 and not any(off):
+            break
     # Without a ranking that is cheaper, the flow may have found one of them by itself.
-    order = order or next((r for r in rankings if costs[r[0]] == least.cost), [])
+    order = order or next((r for r in tried if costs[r[0]] == least.cost), [])
     if not order:
         return best, ()
     kept, *others = order
@@ -323,11 +329,12 @@ def _contested(spread: Spread, dims: _DimGroups) -> list[Candidate]:
 
 def _rankings(
     flow: Flow, estimator: Estimator, dims: _DimGroups, contested: Sequence[Candidate]
-) -> tuple[list[list[Candidate]], dict[Candidate, float]]:
+) -> tuple[Iterator[list[Candidate]], dict[Candidate, float]]:
     """The best orders of the contested splits, found greedily, with estimated costs.
 
     Costs are estimated with every split spread to all dims of its group; the flow itself may not
-    reach all of them, so it is run for the two best choices of the first split.
+    reach all of them, so it is run for the two best choices of the first split, and for a third one
+    where it costs something else than was estimated.
     """
     rest = [c for c in dims.candidates if c not in contested]
     numbers: dict[Any, int] = {}
@@ -354,13 +361,14 @@ def _rankings(
         costs = {c: cost([*order, c, *(o for o in left if o is not c), *rest]) for c in left}
         return dict(sorted(costs.items(), key=lambda item: item[1]))
 
-    rankings, costs = [], ranked([])
-    for first in list(costs)[:2]:
+    def ranking(first: Candidate) -> list[Candidate]:
         order = [first]
         while len(order) < len(contested):
             order.append(next(iter(ranked(order))))
-        rankings.append(order)
-    return rankings, costs
+        return order
+
+    costs = ranked([])
+    return map(ranking, list(costs)[:3]), costs
 
 
 def _flooded(flow: Flow, groups: DimGroups, atom: Any, order: Sequence[Candidate]) -> Sharding:

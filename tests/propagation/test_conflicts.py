@@ -196,3 +196,38 @@ def test_pairs_are_split_by_the_row_that_is_cheaper(name, twice):
     assert "test_conflicts.py:" in conflict.lost
     if name == "by columns first":
         check(PAIRS[name], x, x, inputs=[even_split(2, 0, 8)] * 2, rtol=1e-3, atol=1e-3)
+
+
+def test_choices_that_spread_to_the_same_tensors_are_tried_once():
+    """Experts along one axis of a mesh, tokens along both: routing is by token, and stays so.
+
+    To begin with experts, or with the tokens of one axis, comes to the same.
+    """
+    mesh = np.arange(8).reshape(2, 4)
+    E, M, F, G, S, C = 16, 64, 128, 8, 64, 16
+
+    def loss(weights, x_GSM):
+        route_ME, up_EMF, down_EFM = weights
+        gates_GSK, best_GSK = jax.lax.top_k(jax.nn.softmax(x_GSM @ route_ME), 2)
+        mine_GSKE = jax.nn.one_hot(best_GSK, E)
+        place_GSKE = jnp.cumsum(mine_GSKE.reshape(G, 2 * S, E), 1).reshape(mine_GSKE.shape) - 1
+        slot_GSKC = jax.nn.one_hot((place_GSKE * mine_GSKE).sum(-1).astype(int), C)
+        sent_GSEC = jnp.einsum("GSKE,GSKC->GSEC", mine_GSKE * (place_GSKE < C), slot_GSKC)
+        back_GSEC = jnp.einsum("GSKE,GSKC,GSK->GSEC", mine_GSKE, slot_GSKC, gates_GSK)
+        by_expert = mesh.T.reshape(4, 2, 1, 1)
+        x_EGCM = gshard.shard(jnp.einsum("GSEC,GSM->EGCM", sent_GSEC, x_GSM), by_expert)
+        h_EGCF = jax.nn.relu(jnp.einsum("EGCM,EMF->EGCF", x_EGCM, up_EMF))
+        y_EGCM = gshard.shard(jnp.einsum("EGCF,EFM->EGCM", h_EGCF, down_EFM), by_expert)
+        return (jnp.einsum("GSEC,EGCM->GSM", back_GSEC, y_EGCM) ** 2).mean()
+
+    def step(weights, x_GSM):
+        route_ME, *experts = weights
+        split = [gshard.shard(w, mesh[:1].reshape(4, 1, 1)) for w in experts]
+        return jax.grad(loss)([gshard.replicate(route_ME), *split], gshard.split(x_GSM, 0, 8))
+
+    shapes = [(M, E), (E, M, F), (E, F, M)]
+    weights = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    low = gshard.jit(step, devices=8).lower(weights, jax.ShapeDtypeStruct((G, S, M), np.float32))
+    exchanged = 3 * (E * G // 8 * C * M * 4) * 3 // 4
+    summed = 4 * (2 * E * M * F) // 4 + 2 * 4 * M * E * 7 // 8
+    assert sum(c.total_bytes for c in low.collectives) == exchanged + summed
