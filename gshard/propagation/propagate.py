@@ -182,7 +182,7 @@ def _cheapest(flow: Flow, estimator: Estimator, dims: _DimGroups, spread: Spread
         tried.append(ranking)
         if total.is_less_than(least) if not order else total.cost < least.cost:
             best, order, least = ranked, ranking, total
-        off = (abs(costs[c] - estimated[c]) > 0.03 * estimated[c] for c, *_ in tried)
+        off = (abs(costs[c] - estimated[c]) > estimated[c] / 100 for c, *_ in tried)
         if len(tried) == 2 and not any(off):
             break
     # Without a ranking that is cheaper, the flow may have found one of them by itself.
