@@ -201,6 +201,17 @@ def names_of(leaves: Sequence[Any]) -> tuple[str, ...]:
     return tuple(found.get(id(leaf), "") for leaf in leaves)
 
 
+def names_in_order(count: int) -> list[str]:
+    """The paths of the `count` arrays in the arguments of `called_with`; "" where it has others."""
+    call = _called.get()
+    leaves = [] if call is None else list(named_leaves(*call))
+    arrays = [(name, leaf) for name, leaf in leaves if hasattr(leaf, "shape")]
+    for found in (leaves, arrays):  # a wrapper may have taken the static leaves out
+        if len(found) == count:
+            return [name for name, _ in found]
+    return [""] * count
+
+
 def named_leaves(fun: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     """The leaves of arguments with their paths, as in `model.blocks[3].mlp.up.weight`."""
     try:

@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr, Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard._jax import context_mesh, is_default_layout
+from gshard.capture.calls import called_with, names_in_order
 from gshard.graph.caching import cached
 from gshard.tensors.annotate import Annotation, annotate, annotate_p, reading_devices
 from gshard.tensors.meshes import is_own, sharding_of, sharding_of_slices
@@ -183,7 +184,8 @@ def with_shardings(
         if arguments is not None:
             fixed = {n % len(args) for n in static if -len(args) <= n < len(args)}
             dynamic = tuple(a for i, a in enumerate(args) if i not in fixed)
-            marked = iter(_annotated(dynamic, arguments, "in_shardings"))
+            with called_with(fun, args, {}):
+                marked = iter(_annotated(dynamic, arguments, "in_shardings"))
             args = tuple(a if i in fixed else next(marked) for i, a in enumerate(args))
         return _annotated(fun(*args, **kwargs), results, "out_shardings")
 
@@ -199,7 +201,11 @@ def _annotated(values: Any, given: Any, name: str) -> Any:
     except ValueError as error:
         raise ValueError(f"{name} does not match the values it is for: {error}") from None
 
+    count = len(jax.tree.leaves(values)) if name == "in_shardings" else 0
+    paths = iter(names_in_order(count))
+
     def mark(tensor: Any, sharding: Any) -> Any:
+        path = next(paths, "") if tensor is not None else ""
         if sharding is None:
             return tensor
         rank = np.ndim(tensor)
@@ -208,7 +214,7 @@ def _annotated(values: Any, given: Any, name: str) -> Any:
         try:
             annotation = order.annotation(sharding, rank, f"{name}: {spec}")
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+            raise ValueError(f"{name}{path and f' of {path}'}: {error}") from None
         return annotate(tensor, annotation)
 
     return jax.tree.map(mark, values, each, is_leaf=lambda x: x is None)

@@ -1,4 +1,6 @@
-"""Leaves have the library's own names: in explain, memory and in_shardings, not a wrapper's."""
+"""Leaves have the library's own names, not a wrapper's: in explain, memory, in_shardings, auto."""
+
+import re
 
 import equinox as eqx
 import jax
@@ -102,3 +104,68 @@ def test_linen():
     lowered = gshard.jit(train_step, devices=8).lower(state, X)
     assert "state.params['kernel']" in shown(lowered)
     assert lowered.in_shardings[0].params["kernel"].tiles == (8, 1)
+
+
+class NnxNet(nnx.Module):
+    def __init__(self):
+        self.blocks = nnx.List([nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))])
+
+    def __call__(self, x):
+        return nnx.relu(self.blocks[0](x))
+
+
+def of_equinox():
+    def f(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    def spec_of(shardings):  # Equinox's own filter_jit takes no in_shardings
+        return gshard.jit(lambda model, x: f(model, x), in_shardings=shardings)
+
+    return f, equinox_model(), "model.blocks[1].weight", filter_jit, spec_of
+
+
+def of_nnx():
+    def f(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    def spec_of(shardings):
+        return jit(f, in_shardings=shardings)
+
+    return f, NnxNet(), "model.blocks[0].kernel", jit, spec_of
+
+
+def of_torch():
+    torch = pytest.importorskip("torch")
+    from gshard.contrib.torch import from_torch
+
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).eval()
+    function, params = from_torch(module, torch.zeros(X.shape))
+
+    def f(params, x):
+        return jnp.mean(function(params, x) ** 2)
+
+    def spec_of(shardings):
+        return gshard.jit(f, in_shardings=shardings)
+
+    return f, params, "params['1.weight']", gshard.jit, spec_of
+
+
+@pytest.mark.filterwarnings("ignore:.*nnx.*:DeprecationWarning")
+@pytest.mark.parametrize("library", [of_equinox, of_nnx, of_torch])
+def test_names_in_explain_memory_errors_and_auto(library):
+    f, model, name, library_jit, spec_of = library()
+
+    def split(model, x):
+        return f(model, gshard.split(x, 0, 8))
+
+    explanation = library_jit(split, devices=8).lower(model, X).explain(seconds=0)
+    page = explanation.page()
+    assert name in page
+    assert '<ul class="held">' in page  # what is live at the memory's peak
+    assert not [w for w in WRAPPERS if w in page]
+    mesh = jax.make_mesh((8,), ("a",))
+    wrong = jax.NamedSharding(mesh, jax.P("a", None, None))
+    with pytest.raises(ValueError, match=r"in_shardings of (model\.|params\[').*: .*has 3 entries"):
+        spec_of((wrong, None)).lower(model, X)
+    shown = str(gshard.auto(split, model, X, devices=8, hardware="h100", seconds=1))
+    assert not re.search(r"^  \[\d\]", shown, re.MULTILINE)

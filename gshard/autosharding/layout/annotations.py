@@ -116,7 +116,7 @@ def names_of(layout: Any) -> dict[str, str]:
         return {}
     leaves, _ = jax.tree_util.tree_flatten_with_path(layout.lowered.in_info)
     called = layout.lowered._own().subject.argument_names
-    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+    paths = [jax.tree_util.keystr(path) for path, leaf in leaves if hasattr(leaf, "dtype")]
     return {p: n for p, n in zip(paths, called, strict=False) if n} if called else {}
 
 
