@@ -146,6 +146,8 @@ class Mover:
         wanted = made.operands_under(target) or []
         operands = zip(made.operands, wanted, strict=True)
         moved = [self.reshard(t, s, reason).array for t, s in operands]
+        if tile.is_blank:
+            return Tile.blank(target, tile.shape, tile.array.dtype)
         return Tile(made.run(moved, target.local_shape(tile.shape)), target, tile.shape)
 
     def _recompute_cost(

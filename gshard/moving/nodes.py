@@ -71,8 +71,10 @@ class TensorNode(Node):
         return _bytes(code_of(self.unexplained(), local, (dtype, np.dtype(np.int32))).eqns)
 
 
-def communicate(node: Node, array: jax.Array, place: Place) -> jax.Array:
-    """Add a node to the plan that is being traced; returns its result."""
+def communicate(node: Node, array: Any, place: Place) -> Any:
+    """Add a node to the plan that is being traced; returns its result (`Tile.blank` for such)."""
+    if type(array) is ShapedArray:
+        return _result_aval(array, node=node)
     if not place.planned or (place.blocks > 1 and node.needs_device):
         return node.run(place, array)  # in blocks only collectives are nodes, each over all blocks
     if node.needs_device:

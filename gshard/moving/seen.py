@@ -6,7 +6,7 @@ read from it where in the whole array a tile belongs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,9 +37,9 @@ class Seen:
 
     held: dict[Any, list[Held]] = field(default_factory=dict)
 
-    def made(self, values: Mapping[Any, Tile]) -> None:
+    def made(self, values: Iterable[tuple[Any, Tile]]) -> None:
         """Note the tiles of some variables of the flat program."""
-        for value, tile in values.items():
+        for value, tile in values:
             self._add(value, tile, "")
 
     def moved(self, before: Tile, after: Tile, reason: str) -> None:

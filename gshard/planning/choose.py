@@ -7,7 +7,7 @@ Each later reader is priced by the same function, with what is available now.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
@@ -20,6 +20,8 @@ from gshard.rules import RULES
 from gshard.rules.base.rule import REMEMBERED, Rule, Shares, Way, equation_key
 from gshard.rules.base.uses import Uses
 from gshard.rules.base.ways import FactorSplit, least, ways_of
+from gshard.rules.painting import RowMap
+from gshard.rules.row_map import gathered_for_all
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -43,16 +45,14 @@ class Choice:
         self.now = 0  # the place of the equation that runs
         self.tiles: Mapping[Any, Tile] = {}  # of the variables that are known by then
         self.needed: dict[Any, list[tuple[int, Sharding]]] = {}  # by later readers of a value
-        self.over: dict[Any, float] = {}  # the cost of all slices of a variable
+        self.sliced: dict[Any, Sharding] = {}  # for all slices of a variable
 
     def cheapest(
         self, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
     ) -> Way:
         """The cheapest way to run `eqn` on `tiles`, found once for equal equations."""
         shardings = tuple([t.sharding for t in tiles])
-        key = (self._kind(eqn), *shardings, *targets)
-        known, way = REMEMBERED.in_place.get(key, (None, None))
-        if way is not None and known is rule:  # the user may have registered another one meanwhile
+        if way := self.in_place(eqn, rule, shardings, targets):
             return way
         forms = [
             self.mover.forms(t).union(self._forms_later(a, t))
@@ -60,35 +60,29 @@ class Choice:
         ]
         return self._cheapest(eqn, rule, shardings, targets, self._shares(eqn, forms))
 
-    @property
-    def num_devices(self) -> int:
-        """The number of devices."""
-        return self.mover.place.num_devices
+    def in_place(
+        self,
+        eqn: JaxprEqn,
+        rule: Rule | None,
+        shardings: Sequence[Sharding],
+        targets: Sequence[Sharding],
+    ) -> Way | None:
+        """The way to run `eqn` if it is known to need no communication."""
+        key = (self._kind(eqn), *shardings, *targets)
+        known, way = REMEMBERED.in_place.get(key, (None, None))
+        return way if known is rule else None  # the user may have registered another one meanwhile
 
-    def as_propagated(self, eqn: JaxprEqn) -> Way | None:
-        """The cheapest way to run `eqn` on operands that have their propagated shardings."""
-        rule, known = RULES.get(eqn.primitive), self.found.shardings
-        shardings = tuple(
-            Sharding.replicated(len(a.aval.shape), self.num_devices)
-            if isinstance(a, Literal)
-            else known[a]
-            for a in eqn.invars
-        )
-        targets = [known[v] for v in eqn.outvars]
-        if rule is None or any(s.manual or s.ragged is not None for s in (*shardings, *targets)):
-            return None
-        forms = [frozenset[Sharding]()] * len(shardings)
-        return self._cheapest(eqn, rule, shardings, targets, self._shares(eqn, forms))
-
-    def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
-        """The cost of all slices of a variable; those that are `alike` are computed once."""
-        if isinstance(var, Literal):
-            return 0.0
-        key = (var, alike)
-        if key not in self.over:
+    def for_all_slices(self, eqn: JaxprEqn, here: Sharding) -> Sharding:
+        """The sharding of the operand of a slice, gathered if all slices of it send more."""
+        var, moving = eqn.invars[0], RowMap(eqn).moving
+        if isinstance(var, Literal) or here.unsplit(moving) is here:
+            return here
+        key = (var, here, *moving)
+        if key not in self.sliced:
             slices = [e for e in self.uses.users(var) if e.primitive is p.slice_p]
-            self.over[key] = sum(map(cost, slices))
-        return self.over[key]
+            known, limit = self.found.shardings, self.memory_limit
+            self.sliced[key] = gathered_for_all(slices, moving, here, known, limit)
+        return self.sliced[key]
 
     def _kind(self, eqn: JaxprEqn) -> int | None:
         """Its `equation_key`, which propagation has computed."""

@@ -31,7 +31,6 @@ from gshard.rules import (  # noqa: F401  (each file registers its operators)
     window_reduce,
 )
 from gshard.rules.base.rule import REGIONS, RULES, RegionRule, Rule
-from gshard.rules.base.unreduced import with_unreduced
 from gshard.rules.manual import CROSSING_MANUAL, IN_REGION
 from gshard.rules.unknown import unknown_rule
 from gshard.tensors.tile import Tile
@@ -40,12 +39,11 @@ __all__ = ["REGIONS", "RULES", "RegionRule", "Rule", "rule_of"]
 
 
 def rule_of(eqn: JaxprEqn, tiles: Sequence[Tile], strict: bool) -> Rule | RegionRule:
-    """The rule by which an operator runs on these tiles: every operator has one.
+    """The rule by which an operator runs on these tiles, or on their sums: every operator has one.
 
     With `strict`, a primitive for which none is registered is an error.
     """
     if any(t.sharding.manual for t in tiles) and eqn.primitive not in CROSSING_MANUAL:
         return IN_REGION
     known = REGIONS.get(eqn.primitive) or RULES.get(eqn.primitive)
-    rule = known or unknown_rule(eqn, strict)
-    return with_unreduced(rule) if any(t.is_unreduced for t in tiles) else rule
+    return known or unknown_rule(eqn, strict)

@@ -166,7 +166,9 @@ def _in_a_loop(ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], target:
         total = lax.slice(total, [0] * total.ndim, out_sharding.local_shape(shape))
     here = shard_result(out_dims, chosen, factors, target.num_devices)
     done = Tile(total, here, shape, eqn.primitive.name)
-    return combine(place, done, factors.reduction(chosen), target)
+    kind = factors.reduction(chosen)
+    stays = ctx.stays_unreduced(eqn.outvars[0], done, kind)
+    return done if stays else combine(place, done, kind, target)
 
 
 def _zeros_behind(x: jax.Array, dim: int, size: int) -> jax.Array:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
@@ -86,7 +84,7 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         ]
         return [t.array for t in after], [t.array for t in made]
 
-    last, stacked = lax.scan(
+    last, stacked = ctx.control.scan(
         step,
         [t.array for t in loop.carry],
         [t.array for t in loop.xs],
@@ -176,7 +174,7 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
             for r, c in zip(results, carry, strict=True)
         ]
 
-    return carried(lax.while_loop(go_on, step, [t.array for t in carry]))
+    return carried(ctx.control.while_loop(go_on, step, [t.array for t in carry]))
 
 
 @region(p.cond_p, doc=Doc(free="as its branches"))
@@ -206,11 +204,11 @@ def _cond(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     if platforms:  # the branches of `lax.platform_dependent`: the others may not even compile
         named = zip(platforms, branches, strict=True)
         by_name = {name or "default": b for names, b in named for name in names or (None,)}
-        arrays = lax.platform_dependent(*arguments, **by_name)
+        arrays = ctx.control.platform_dependent(*arguments, **by_name)
     else:
         replicated = Sharding.replicated(0, index.sharding.num_devices)
-        number = ctx.reshard(index, replicated, Reason("index", "cond")).array.astype(jnp.int32)
-        arrays = lax.switch(number, branches, *arguments)
+        number = ctx.reshard(index, replicated, Reason("index", "cond")).array
+        arrays = ctx.control.switch(number, branches, *arguments)
     return [
         Tile(a, t, tuple(v.aval.shape))
         for a, t, v in zip(arrays, targets, eqn.outvars, strict=True)

@@ -251,6 +251,13 @@ def _gather(
     return [combine_disjoint(ctx.place, part, targets[0])]
 
 
+def held_dims(roles: Roles, chosen: Assignment) -> tuple[int, ...]:
+    """The dims of the result in which devices hold different rows of what is looked up."""
+    cut = [d for d in roles.looked_up if chosen.get(f"k{d}") or chosen.get(f"o{d}")]
+    parts = any(f"o{d}" in roles.windows for d in cut)  # of a window may be elsewhere
+    return tuple(range(len(roles.windows)) if parts else roles.beside)
+
+
 def _look_up(eqn: JaxprEqn, windows: IndexedWindows) -> tuple[jax.Array, HeldRows]:
     """The elements of the windows in this tile, and zeros for the others; and which those are."""
     (starts, inside), sizes, roles = windows.starts, windows.sizes, windows.roles
@@ -278,8 +285,8 @@ def _look_up(eqn: JaxprEqn, windows: IndexedWindows) -> tuple[jax.Array, HeldRow
     def beside(values: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(values, out.shape, roles.beside)
 
-    parts = any(f"o{d}" in roles.windows for d in windows.cut)  # of a window may be elsewhere
-    dims = tuple(range(out.ndim) if parts else roles.beside)
+    dims = held_dims(roles, windows.chosen)
+    parts = len(dims) == out.ndim  # of a window may be elsewhere
     held = jnp.ones([out.shape[d] for d in dims], bool)
     if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP:
         fill = lax.full_like(out, eqn.params["fill_value"])

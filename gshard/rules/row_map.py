@@ -8,7 +8,7 @@ there send nothing. Along unsplit dims windows are painted on every device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -210,10 +210,8 @@ def row_map_rule(of: RowMapOf = RowMap, **rest: Any) -> Rule:
             empty = jnp.zeros(targets[0].local_shape(shape), eqn.outvars[0].aval.dtype)
             return [Tile(empty, targets[0], shape)]
         row_map, reason = of(eqn), Reason("operand", eqn.primitive.name)
-        if eqn.primitive is p.slice_p:
-            tile = _for_all_slices(ctx, eqn, row_map, tiles[0])
-            way = way if tile is tiles[0] else ctx.cheapest(eqn, rule, [tile], targets)
-            tiles = [tile]
+        if isinstance(way.how, Sharding):  # gathered for all slices
+            tiles = [ctx.reshard(tiles[0], way.how, reason)]
         ready = {n: ctx.reshard(t, way.operands[n], reason) for n, t in enumerate(tiles)}
         array = Painting(ctx, row_map, way.results[0]).run(ready)
         return [Tile(array, way.results[0], shape)]
@@ -225,6 +223,9 @@ def row_map_rule(of: RowMapOf = RowMap, **rest: Any) -> Rule:
         parts = made_alike(ctx, tensors) if alone and 0 not in row_map.shape else None
         if parts is None or any(parts[0].sharding.splits[d] for d in row_map.moving):
             return None
+        if parts[0].is_blank:
+            dtype = parts[0].array.dtype
+            return Tile.blank(parts[0].sharding, row_map.shape, dtype, tensors[0].origin)
         ready = iter(parts)
         every = {n: next(ready) if t.shape else t for n, t in enumerate(tiles)}
         array = Painting(ctx, row_map, parts[0].sharding, shared=False).run(every)
@@ -240,27 +241,30 @@ def row_map_rule(of: RowMapOf = RowMap, **rest: Any) -> Rule:
     return rule
 
 
-def _for_all_slices(ctx: Context, eqn: JaxprEqn, row_map: RowMap, tile: Tile) -> Tile:
-    """The operand of a slice; gathered if all slices of it along these dims send more."""
-    here, dtype, moving = tile.sharding, tile.array.dtype, row_map.moving
-    whole = here.unsplit(moving)
-    if whole is here or byte_size(whole.local_shape(tile.shape), dtype) > ctx.memory_limit:
-        return tile
+def gathered_for_all(
+    slices: Sequence[JaxprEqn],
+    moving: Collection[int],
+    here: Sharding,
+    shardings: Mapping[Any, Sharding],
+    limit: int,
+) -> Sharding:
+    """The sharding of the operand of slices along dims: gathered if all of them send more."""
+    whole, aval = here.unsplit(moving), slices[0].invars[0].aval
+    if whole is here or byte_size(whole.local_shape(aval.shape), aval.dtype) > limit:
+        return here
 
-    def sent(other: JaxprEqn) -> float:
+    def sent(eqn: JaxprEqn) -> float:
         """What a slice sends by itself."""
-        (out,), found = other.outvars, RowMap(other)
-        if found.moving != moving or 0 in out.aval.shape:
+        (out,) = eqn.outvars
+        if RowMap(eqn).moving != moving or 0 in out.aval.shape:
             return 0.0
-        wanted = [ctx.sharding(out)]
-        ways = row_map_ways(other, [here], wanted, ctx.memory_limit, RowMap)
+        wanted = [shardings[out]]
+        ways = row_map_ways(eqn, [here], wanted, limit, RowMap)
         split = (w for w in ways if all(w.operands[0].splits[d] is here.splits[d] for d in moving))
-        return min([price(w, other, [here], wanted) for w in split], default=np.inf)
+        return min([price(w, eqn, [here], wanted) for w in split], default=np.inf)
 
-    gathered = sum(step.bytes for step in plan_reshard(here, whole, tile.shape, dtype))
-    if 0 < gathered <= ctx.over_slices(eqn.invars[0], (here, *moving), sent):
-        return ctx.reshard(tile, whole, Reason("operand", "slice"))
-    return tile
+    gathered = sum(step.bytes for step in plan_reshard(here, whole, aval.shape, aval.dtype))
+    return whole if 0 < gathered <= sum(map(sent, slices)) else here
 
 
 def _linear(eqn: JaxprEqn) -> Sequence[Sequence[int]]:

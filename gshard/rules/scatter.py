@@ -25,6 +25,7 @@ from gshard.rules.base.rule import Context, Doc, Rule, Way, linear_in, register
 from gshard.rules.base.unreduced import as_unreduced, scattered
 from gshard.rules.base.ways import by_factors
 from gshard.rules.indexing import IndexedWindows, roles_of, without
+from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
@@ -90,7 +91,7 @@ def run_scatter(
     cut = [d for d, n in enumerate(roles.windows) if n in factors.reduced and chosen[n]]
     updates = updates.masked(ctx.place, neutral, cut)
     stays = ctx.stays_unreduced(eqn.outvars[0], nothing, kind)
-    start = _unreduced_start(ctx, tiles[0], here, stays)
+    start = unreduced_start(ctx.place, tiles[0], here, stays)
     windows = IndexedWindows(ctx, roles, chosen, start or nothing, indices)
     part = replace(_update(eqn, windows, updates), origin=name)
     if start:
@@ -101,7 +102,7 @@ def run_scatter(
     return [Tile(_merge(kind, operand.array, part.array), target, shape)]
 
 
-def _unreduced_start(ctx: Context, operand: Tile, sharding: Sharding, stays: bool) -> Tile | None:
+def unreduced_start(place: Place, operand: Tile, sharding: Sharding, stays: bool) -> Tile | None:
     """The operand unreduced as `sharding` is, to which each device adds its own updates.
 
     It is so already, or the result `stays` unreduced; None if the updates are combined first.
@@ -110,7 +111,7 @@ def _unreduced_start(ctx: Context, operand: Tile, sharding: Sharding, stays: boo
         return operand
     if operand.is_unreduced or not stays:
         return None
-    return as_unreduced(ctx.place, operand, sharding)
+    return as_unreduced(place, operand, sharding)
 
 
 def _merge(kind: str, operand: jax.Array, part: jax.Array) -> jax.Array:

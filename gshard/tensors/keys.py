@@ -13,7 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gshard.graph.caching import cached
 
+
+@cached
 def is_key_type(dtype: Any) -> bool:
     """Whether this is the type of random keys."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))

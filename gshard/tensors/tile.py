@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 
 from gshard.graph.caching import cached
 from gshard.tensors.devices import Place
@@ -29,7 +30,7 @@ class Value:
 class HeldRows(NamedTuple):
     """Which rows of a lookup a device has; the others are zeros here. A mask over some dims."""
 
-    mask: jax.Array
+    mask: Any
     dims: tuple[int, ...]
 
     def select(self, array: jax.Array, dims: Sequence[int], otherwise: float) -> jax.Array:
@@ -47,7 +48,7 @@ class Tile:
     `moving.retile` to even out. `origin` is the operator that left a value unreduced, for the
     reason of the collective that will reduce it, and `held` the rows of it that are not zero. Tiles
     of one `value` under several shardings have it in common; what an operator computes on the way
-    to its results has none.
+    to its results has none. Ways are chosen on tiles that are `blank`: without elements.
     """
 
     array: jax.Array
@@ -56,6 +57,24 @@ class Tile:
     origin: str = ""
     held: HeldRows | None = None
     value: Value | None = None
+
+    @staticmethod
+    def blank(
+        sharding: Sharding, shape: tuple[int, ...], dtype: Any, origin: str = "", held: Any = None
+    ) -> Tile:
+        """A tile without elements."""
+        array: Any = _blank(sharding.local_shape(shape), dtype)
+        return Tile(array, sharding, shape, origin, held)
+
+    def without_elements(self) -> Tile:
+        """The same tile, blank."""
+        held = self.held and HeldRows(None, self.held.dims)
+        return Tile.blank(self.sharding, self.shape, self.array.dtype, self.origin, held)
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it has no elements."""
+        return type(self.array) is ShapedArray
 
     def of(self, value: Value | None) -> Tile:
         """The same tile, of this value."""
@@ -119,6 +138,11 @@ def rows_within(
     if not (isinstance(first, int) and first == 0):
         row += first
     return (row >= low) & (row < high)
+
+
+@cached
+def _blank(shape: tuple[int, ...], dtype: Any) -> ShapedArray:
+    return ShapedArray(shape, dtype)
 
 
 @cached

@@ -274,6 +274,7 @@ class _Price:
         self.num_devices = next(iter(shardings.values())).num_devices
         self.estimator = Estimator(Flow(jaxpr, self.num_devices, memory_limit))
         self.operators = {o.edge.eqn: o for o in self.estimator.operators}
+        self.known: dict[Any, float] = {}  # work of equations, and costs of sets of them
 
     def best(self, batch: _EqualParts) -> tuple[_EqualParts, float]:
         """The batch with as much before it, and then after it, as saves most; and what it saves."""
@@ -295,12 +296,8 @@ class _Price:
         """
         count = self.num_devices
         rows = -(-len(batch.eqns[batch.body[0]]) // count)
-        every = among.gone | batch.gone
-        costs = [
-            self.estimator.cost(self.shardings, self._inside(part)).cost
-            for part in (every, every - batch.gone)
-        ]
-        total = costs[0] - costs[1]
+        every = frozenset(among.gone | batch.gone)
+        total = self._cost(every) - self._cost(every - batch.gone)
         for var in (*batch.inputs, *batch.results):
             # A replicated operand is sliced on each device, and a replicated result is gathered.
             if not self.shardings[var].is_replicated:
@@ -311,11 +308,22 @@ class _Price:
             here, aval = self.shardings[var], var.aval
             everywhere = Sharding.replicated(here.rank, count)
             total -= reshard_cost(here, everywhere, aval.shape, aval.dtype)
-        for operator in self._inside(batch.eqns):
+        return total - rows * sum(map(self._work, self._inside(batch.eqns)))
+
+    def _cost(self, eqns: frozenset[JaxprEqn]) -> float:
+        """The cost of equations as they are."""
+        if eqns not in self.known:
+            self.known[eqns] = self.estimator.cost(self.shardings, self._inside(eqns)).cost
+        return self.known[eqns]
+
+    def _work(self, operator: Operator) -> float:
+        """The work of an operator on one device."""
+        eqn, count = operator.edge.eqn, self.num_devices
+        if eqn not in self.known:
             whole = {v: Sharding.replicated(len(v.aval.shape), count) for v in operator.variables}
-            work = self.estimator.cost(whole, [operator])
-            total -= (work.cost - work.sent) * rows
-        return total
+            cost = self.estimator.cost(whole, [operator])
+            self.known[eqn] = cost.cost - cost.sent
+        return self.known[eqn]
 
     def _inside(self, eqns: Iterable[JaxprEqn]) -> list[Operator]:
         """The operators of equations, and of the bodies in them."""

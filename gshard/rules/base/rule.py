@@ -78,6 +78,7 @@ class Context(Protocol):
     place: Place
     memory_limit: int
     unreduced: Mapping[Any, float]  # variables that may stay so; share of the reduction to pay
+    control: Any  # `scan`, `while_loop`, `switch` and `platform_dependent` of `jax.lax`
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding; a repeated request moves nothing."""
@@ -94,15 +95,17 @@ class Context(Protocol):
     def cheapest(
         self, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
     ) -> Way:
-        """The cheapest way to run `eqn` on `tiles`."""
+        """The way to run `eqn` on `tiles`, the cheapest."""
+        ...
+
+    def results(
+        self, eqn: JaxprEqn, rule: Rule, way: Way, tiles: list[Tile], targets: list[Sharding]
+    ) -> list[Tile]:
+        """What `eqn` makes of `tiles` in this way."""
         ...
 
     def readers(self, var: Any) -> Sequence[JaxprEqn]:
         """The equations that read a variable."""
-        ...
-
-    def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
-        """The cost of all slices of a variable; those that are `alike` are computed once."""
         ...
 
     def inner(self) -> Context:
@@ -231,10 +234,7 @@ class Rule:
         self, ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
     ) -> list[Tile]:
         """The operator in its cheapest way; results may still need resharding."""
-        way = ctx.cheapest(eqn, self, tiles, targets)
-        if self.run:
-            return self.run(ctx, eqn, way, tiles, targets)
-        return way.how.run(ctx, eqn, self.local, tiles, targets)
+        return ctx.results(eqn, self, ctx.cheapest(eqn, self, tiles, targets), tiles, targets)
 
 
 @dataclass(frozen=True)

@@ -40,29 +40,23 @@ def can_stay(tile: Tile) -> bool:
     return not idle and jnp.issubdtype(tile.array.dtype, jnp.inexact) and 0 not in tile.shape
 
 
-def with_unreduced(rule: Rule | RegionRule) -> RegionRule:
-    """How an operator runs some of whose operands are unreduced.
+def partition(
+    rule: Rule | RegionRule, ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    """The results of an operator, some of whose operands may be unreduced.
 
     It runs on them as they are if it can, with an unreduced result, and on their sums otherwise.
     """
-
-    def partition(
-        ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
-        here = {number for number, tile in enumerate(tiles) if tile.is_unreduced}
-        linear = rule.linear if isinstance(rule, Rule) else None
-        if linear and any(here.issubset(group) for group in linear.groups(eqn)):
-            part = (linear.run or in_place)(ctx, eqn, tiles)
-            if part is not None:
-                return [part]
-        reason = Reason("operand", eqn.primitive.name)
-        reduced = [
-            ctx.reshard(tile, ctx.sharding(atom), reason) if tile.is_unreduced else tile
-            for tile, atom in zip(tiles, eqn.invars, strict=True)
-        ]
-        return rule.partition(ctx, eqn, reduced, targets)
-
-    return RegionRule(partition, rule.doc)
+    here = {number for number, tile in enumerate(tiles) if tile.is_unreduced}
+    linear = rule.linear if here and isinstance(rule, Rule) else None
+    if linear and any(here.issubset(group) for group in linear.groups(eqn)):
+        part = (linear.run or in_place)(ctx, eqn, tiles)
+        if part is not None:
+            return [part]
+    reason = Reason("operand", eqn.primitive.name)
+    for number in here:
+        tiles[number] = ctx.reshard(tiles[number], ctx.sharding(eqn.invars[number]), reason)
+    return rule.partition(ctx, eqn, tiles, targets)
 
 
 def in_place(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
@@ -106,13 +100,16 @@ def _locally(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factor
     rows = _MaskedRows.of(eqn, tiles, factors)
     if rows.are_mixed or (moved and _moved(tiles, wanted) > _saved(ctx, eqn, tiles)):
         return None
-    reason = Reason("operand", eqn.primitive.name)
-    ready = [
-        mask_for(ctx.place, ctx.reshard(t, w, reason) if n in moved else t, dims, factors)
-        for n, (t, w, dims) in enumerate(zip(tiles, wanted, factors.operands, strict=True))
-    ]
-    (array,) = rule.local(ctx, eqn, rows.for_product(ready), [here.local_shape(shape)])
-    origin = next(t.origin for t in tiles if t.is_unreduced)
+    reason, origin = (
+        Reason("operand", eqn.primitive.name),
+        next(t.origin for t in tiles if t.is_unreduced),
+    )
+    tiles = [ctx.reshard(t, wanted[n], reason) if n in moved else t for n, t in enumerate(tiles)]
+    if tiles[0].is_blank:
+        return Tile.blank(here, shape, eqn.outvars[0].aval.dtype, origin, rows.after)
+    pairs = zip(tiles, factors.operands, strict=True)
+    ready = rows.for_product([mask_for(ctx.place, t, dims, factors) for t, dims in pairs])
+    (array,) = rule.local(ctx, eqn, ready, [here.local_shape(shape)])
     return Tile(rows.of_product(array), here, shape, origin, rows.after)
 
 
@@ -253,10 +250,13 @@ def _grown(tile: Tile, like: Tile) -> Tile:
     splits = tuple(theirs if grows else mine for mine, theirs, grows in given)
     if not compatible(splits):
         return tile
+    full = tuple(m if grows else n for n, m, grows in zip(shape, like.shape, grown, strict=True))
+    sharding = Sharding(splits, tile.sharding.num_devices)
+    if tile.is_blank:
+        return Tile.blank(sharding, full, tile.array.dtype)
     local = zip(tile.array.shape or shape, like.array.shape, grown, strict=True)
     array = jnp.broadcast_to(tile.array, [m if grows else n for n, m, grows in local])
-    full = tuple(m if grows else n for n, m, grows in zip(shape, like.shape, grown, strict=True))
-    return Tile(array, Sharding(splits, tile.sharding.num_devices), full)
+    return Tile(array, sharding, full)
 
 
 def stacked(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
@@ -266,11 +266,13 @@ def stacked(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     parts, dim = made_alike(ctx, tiles), eqn.params["axis"]
     if parts is None:
         return None
-    arrays = [lax.expand_dims(t.array, [dim]) for t in parts]
     splits = list(parts[0].sharding.splits)
     splits.insert(dim, None)
     sharding = replace(parts[0].sharding, splits=tuple(splits))
     shape = tuple(eqn.outvars[0].aval.shape)
+    if parts[0].is_blank:
+        return Tile.blank(sharding, shape, parts[0].array.dtype, tiles[0].origin)
+    arrays = [lax.expand_dims(t.array, [dim]) for t in parts]
     return Tile(lax.concatenate(arrays, dim), sharding, shape, tiles[0].origin)
 
 
@@ -293,8 +295,7 @@ def scattered(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None
     targets = [ctx.sharding(eqn.outvars[0])]
     rule, plain = RULES[eqn.primitive], [replace(t, sharding=t.sharding.reduced) for t in tiles]
     way = ctx.cheapest(eqn, rule, plain, targets)
-    assert rule.run
-    (done,) = rule.run(ctx, eqn, way, list(tiles), targets)
+    (done,) = ctx.results(eqn, rule, way, list(tiles), targets)
     return done
 
 
@@ -320,6 +321,8 @@ def as_unreduced(place: Place, tile: Tile, sharding: Sharding) -> Tile | None:
     owners = owners_of(here, sharding) if tile.is_standard else None
     if owners is None:
         return None
+    if tile.is_blank:
+        return Tile.blank(sharding, tile.shape, tile.array.dtype, tile.origin)
     placed = [d for d, s in enumerate(here.splits) if s is not sharding.splits[d]]
     mine = np.zeros(place.num_devices, np.int32)
     mine[owners] = 1

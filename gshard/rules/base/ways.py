@@ -179,6 +179,11 @@ class FactorSplit:
             self.work(eqn, work),
         )
 
+    def blanks(self, eqn: JaxprEqn) -> list[Tile]:
+        """The results of `eqn` in place, without elements."""
+        pairs = zip(self.results, eqn.outvars, strict=True)
+        return [Tile.blank(here, v.aval.shape, v.aval.dtype) for (here, _), v in pairs]
+
     def run(
         self,
         ctx: Context,
