@@ -48,6 +48,7 @@ from gshard.mt.launch.local import free_port
 from gshard.pipelining.schedules import NAMES, make
 
 SMALL = Size(L=8, B=32, S=32, M=64, N=4, F=256, V=256)
+DEEP = Size(L=32, B=8, S=4, M=128, N=4, F=512, V=256)
 SOCKETS = Size(L=8, B=64, S=64, M=1024, N=8, F=4096, V=256)
 PAPER = Size(L=36, B=128, S=1024, M=1024, N=16, F=8192, V=256)  # stage 0: 5 layers, no head
 LIMIT = 150  # seconds for a program on the GPU
@@ -252,14 +253,14 @@ def by_auto() -> None:
 
     def searched(stages: Any, seconds: float) -> Any:
         step, how = step_of(stages, 8, "auto", layer), {"devices": 4, "hardware": "h100"}
-        return gshard.auto(step, *shapes(SMALL, 32), memory="3.5 MB", seconds=seconds, **how)
+        return gshard.auto(step, *shapes(DEEP, DEEP.L), memory="26 MB", seconds=seconds, **how)
 
     for stages in (1, 2):
         try:
-            print(f"{stages} stages: {searched(stages, 10)}")
+            print(f"{stages} stages: {searched(stages, 5)}")
         except ValueError as error:
             print(f"{stages} stages: {error}")
-    print(searched("auto", 30))
+    print(searched("auto", 15))
 
 
 def say(line: str, out: str) -> None:

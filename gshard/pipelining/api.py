@@ -276,14 +276,11 @@ class _Run:
         return results[:scores], (operands, results[scores:])
 
     def _backward(self, residuals: Any, cotangents: Any) -> Any:
-        operands, gradients = residuals
-        found, head = (
-            [
-                jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c
-                for c in floats(cotangents)
-            ],
-            self.traced.head,
-        )
+        (operands, gradients), head = residuals, self.traced.head
+        found = [
+            jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c
+            for c in floats(cotangents)
+        ]
         if head is None:
             outputs = [jax.ShapeDtypeStruct(y.shape[1:], y.dtype) for y in operands[3]]
             operands = [[], *operands[1:4], found]

@@ -24,7 +24,7 @@ from gshard.graph.reason import Reason
 from gshard.graph.ticks import Ticks
 from gshard.moving import collectives
 from gshard.pipelining.machine import Arrays, Machine, State, all_at, put
-from gshard.pipelining.meaning import Bodies, Pipe, pipeline_p
+from gshard.pipelining.meaning import Pipe, pipeline_p
 from gshard.pipelining.partition import Stages
 from gshard.pipelining.passes import floats
 from gshard.pipelining.routes import HEAD, LOCAL, Pairs, Routes, Row, route
@@ -131,23 +131,14 @@ class Execution:
 
 
 @region(pipeline_p, doc=Doc(halo="from stage to stage: CollectivePermute"))
-def _partition(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
-    pipe: Pipe = eqn.params["pipe"]
-    return planned(
-        Stages(ctx, pipe.schedule.stages, ctx.place.num_devices), pipe, eqn.params["bodies"], tiles
-    )
-
-
-def planned(stages: Stages, pipe: Pipe, bodies: Bodies, tiles: Sequence[Tile]) -> list[Tile]:
+def _partition(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], _: list[Sharding]) -> list[Tile]:
     """The passes of a layer partitioned for the devices of a stage, and run there."""
-    parts = pipe.operands(tiles)
+    pipe, bodies = eqn.params["pipe"], eqn.params["bodies"]
+    stages, parts = Stages(ctx, pipe.schedule.stages, ctx.place.num_devices), pipe.operands(tiles)
     types = [[stages.type_of(t, lead=n in (2, 3, 4)) for t in part] for n, part in enumerate(parts)]
     own, closures, weights, inputs, targets, cotangents = types
     share, fixed = 1 / pipe.schedule.microbatches, [*closures, *weights]
     forward, backward, later, score = (body and stages.inside(body) for body in bodies)
-    assert forward
     ahead = stages.piece(forward, [*fixed, *inputs])
     inputs = types[3] = ahead.agreed(inputs, len(fixed))
     ahead = stages.piece(forward, [*fixed, *inputs], inputs)

@@ -61,10 +61,8 @@ class Pipe:
         Where a position has fewer layers than another, its last one again.
         """
         schedule, most = self.schedule, max(self.layers)
-        starts, found = (
-            np.cumsum([0, *self.layers]),
-            np.zeros((schedule.stages, schedule.chunks, most), int),
-        )
+        starts = np.cumsum([0, *self.layers])
+        found = np.zeros((schedule.stages, schedule.chunks, most), int)
         for place, start, count in zip(schedule.positions, starts, self.layers, strict=False):
             found[place] = start + np.minimum(np.arange(most), count - 1)
         return found.ravel()

@@ -49,29 +49,16 @@ def differentiated(block: ClosedJaxpr, fixed: int) -> Passes:
     """The passes of `block`, whose first `fixed` operands are shared by all microbatches."""
     operands, waiting = len(block.in_avals), len(floats(block.in_avals[:fixed]))
     whole = with_gradients(block, operands)
-    late = _reached(whole, operands)
-    early = [eqn for eqn in whole.jaxpr.eqns if not late.intersection(eqn.outvars)]
+    early = _apart(whole.jaxpr.eqns, whole.jaxpr.invars[operands:])
     forward, rest = _cut(whole, fixed, operands, len(block.out_avals), early)
     rest = _inlined(rest)
     jaxpr, gradients = rest.jaxpr, rest.jaxpr.outvars
-    first = _with_cheap(needed_for(gradients[waiting:], jaxpr.eqns), rest)
+    needed = set(map(id, needed_for(gradients[waiting:], jaxpr.eqns)))
+    late = (e for e in jaxpr.eqns if id(e) not in needed and (e.primitive in PRODUCTS or bodies(e)))
+    first = _apart(jaxpr.eqns, [v for eqn in late for v in eqn.outvars])
     rest = _program(rest, jaxpr.invars, gradients[waiting:] + gradients[:waiting], jaxpr.eqns)
     parts = _cut(rest, fixed, len(jaxpr.invars), len(gradients) - waiting, first)
     return Passes(forward, *parts)
-
-
-def _with_cheap(first: Sequence[JaxprEqn], program: ClosedJaxpr) -> list[JaxprEqn]:
-    """Some equations, and those that need no products but these have."""
-    late, taken = set[Any](), set(map(id, first))
-    for eqn in program.jaxpr.eqns:
-        if id(eqn) in taken:
-            continue
-        waits = any(not isinstance(a, Literal) and a in late for a in eqn.invars)
-        if waits or eqn.primitive in PRODUCTS or bodies(eqn):
-            late.update(eqn.outvars)
-        else:
-            taken.add(id(eqn))
-    return [eqn for eqn in program.jaxpr.eqns if id(eqn) in taken]
 
 
 def _cut(
@@ -84,7 +71,8 @@ def _cut(
     """
     jaxpr = whole.jaxpr
     made = {*jaxpr.invars[:end], *(v for eqn in first for v in eqn.outvars)}
-    ready, wanted = made & _reached(whole, fixed), jaxpr.outvars[goals:]
+    varying = _reached(jaxpr.eqns, jaxpr.invars[fixed:])
+    ready, wanted = made & varying, jaxpr.outvars[goals:]
     eqns = [eqn for eqn in jaxpr.eqns if not all(v in ready for v in eqn.outvars)]
     eqns = needed_for(wanted, eqns)
     read = [*inputs_of(eqns), *(v for v in wanted if not isinstance(v, Literal))]
@@ -141,10 +129,16 @@ def _program(
     return like.replace(jaxpr=drop_unused(like.jaxpr.replace(**parts, debug_info=unnamed)))
 
 
-def _reached(program: ClosedJaxpr, first: int) -> set[Any]:
-    """The variables that depend on operands from `first` on."""
-    found = set(program.jaxpr.invars[first:])
-    for eqn in program.jaxpr.eqns:
+def _reached(eqns: Sequence[JaxprEqn], start: Iterable[Any]) -> set[Any]:
+    """Some variables, and those that depend on them."""
+    found = set(start)
+    for eqn in eqns:
         if any(not isinstance(a, Literal) and a in found for a in eqn.invars):
             found.update(eqn.outvars)
     return found
+
+
+def _apart(eqns: Sequence[JaxprEqn], start: Iterable[Any]) -> list[JaxprEqn]:
+    """The equations that make none of some variables, and do not depend on them."""
+    late = _reached(eqns, start)
+    return [eqn for eqn in eqns if not late.intersection(eqn.outvars)]
