@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
@@ -44,6 +44,7 @@ def test_carries_are_gathered_and_the_last_row_is_sent_once():
 
 
 @pytest.mark.slow
+@settings(max_examples=8)
 @given(st.sampled_from([8, 16, 21, 64, 72]), st.sampled_from([2, 3, 8]), st.data(), st.booleans())
 def test_any_rows_and_devices(rows, devices, data, reverse):
     axis = data.draw(st.integers(0, 1))
