@@ -54,7 +54,7 @@ def serve(picture: Path) -> None:
 def api(picture: Path) -> None:
     """What the server says of its API."""
     with served() as address:
-        photograph(urljoin(address, "/docs"), picture, (1200, 640))
+        photograph(urljoin(address, "/docs"), picture, (1200, 760))
 
 
 @contextlib.contextmanager

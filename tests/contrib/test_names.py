@@ -1,5 +1,6 @@
 """Leaves have the library's own names, not a wrapper's: in explain, memory, in_shardings, auto."""
 
+import html
 import re
 
 import equinox as eqx
@@ -159,7 +160,7 @@ def test_names_in_explain_memory_errors_and_auto(library):
         return f(model, gshard.split(x, 0, 8))
 
     explanation = library_jit(split, devices=8).lower(model, X).explain(seconds=0)
-    page = explanation.page()
+    page = html.unescape(explanation.page())
     assert name in page
     assert '<ul class="held">' in page  # what is live at the memory's peak
     assert not [w for w in WRAPPERS if w in page]
