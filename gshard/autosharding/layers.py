@@ -124,15 +124,17 @@ class _Layers:
                 votes[one, two].update([(1, here - there), (-1, here + there)])
                 votes[two, one].update([(1, there - here), (-1, here + there)])
         lengths = [period * count for _, period, count in self.runs]
-        waiting = [lengths.index(max(lengths))] if lengths else []
-        found = dict.fromkeys(waiting, (1, 0))
-        for known in waiting:
+        found = {lengths.index(max(lengths)): (1, 0)} if lengths else {}
+        ties = {
+            pair: max((count, vote) for vote, count in counted.items())
+            for pair, counted in votes.items()
+        }
+        while near := [(ties[p], p) for p in ties if p[0] in found and p[1] not in found]:
+            (count, (own, shift)), (known, other) = max(near)
             sign, first = found[known]
-            for (one, other), counted in votes.items():
-                if one == known and other not in found:
-                    own, shift = max(counted, key=lambda vote: (counted[vote], vote))
-                    found[other] = sign * own, first + sign * shift
-                    waiting.append(other)
+            if count < self.runs[other][2] // 2:  # no layer of one belongs to a layer of the other
+                break
+            found[other] = sign * own, first + sign * shift
         return found
 
     def _name_values(self, number: int) -> None:
