@@ -64,7 +64,7 @@ def main() -> None:
     jitted = gshard.jit(transformer.sgd, annotations=moved, devices=8, hardware="h100")
     lowered = {name: layout.lowered for name, layout in found.items()}
     lowered["written out, arguments as in the scan"] = jitted.lower(written, batch)
-    print("\n| layers | ms a step | bytes sent | GB |")
+    print("\n| layers | ms per step | bytes sent | GB |")
     print("|---|---:|---:|---:|")
     for name, program in lowered.items():
         assert isinstance(program, Lowered)
