@@ -40,7 +40,7 @@ from gshard.commands import (
     train,
     translate,
 )
-from gshard.commands.plain import PlainCommand
+from gshard.commands.options import PlainCommand
 from gshard.errors import UserError
 from gshard.untrusted import printable_lines
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.commands.options import Languages, Plots, complete_tiers
-from gshard.commands.plain import PlainCommand
+from gshard.commands.options import Languages, PlainCommand, Plots, complete_tiers
 
 if TYPE_CHECKING:
     from gshard.mt.data.gather import GatherConfig

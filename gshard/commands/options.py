@@ -1,12 +1,14 @@
-"""Arguments and options that several commands share, with their shell completions."""
+"""Arguments and options that several commands share, with their shell completions and types."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 
 def _beginning(known: Iterable[str], typed: str) -> list[str]:
@@ -107,3 +109,24 @@ Least = Annotated[
         min=0,
     ),
 ]
+
+
+_SHOWN = {"bool": "", "str": "TEXT", "int": "NUMBER", "float": "NUMBER"}
+_TYPE = re.compile(r"<(?:list\[)?(\w+)(?: range)?\]?>")
+
+
+class PlainCommand(TyperCommand):
+    """A command whose help has PATH and NUMBER as types, and none for flags."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Arguments and options, `--help` included."""
+        found = super().get_params(ctx)
+        for param in found:
+            if hasattr(param, "display_type"):  # older Typers have Click's names: no `<bool>`
+                shown = _TYPE.sub(_plain, param.display_type(ctx))
+                param.display_type = lambda ctx, shown=shown: shown
+        return found
+
+
+def _plain(match: re.Match[str]) -> str:
+    return _SHOWN.get(match[1], match[1].upper())
