@@ -17,6 +17,7 @@ import concurrent.futures
 import json
 import multiprocessing
 import os
+import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -229,12 +230,16 @@ def _size(name: str) -> bool:
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
     """The page."""
-    made_with = sorted({r["versions"] for r in rows.values() if "versions" in r})
+    by_versions: dict[str, list[str]] = {}
+    for name in MODELS:
+        by_versions.setdefault(rows.get(name, {}).get("versions", "fails"), []).append(name)
+    most, *others = sorted(by_versions, key=lambda versions: -len(by_versions[versions]))
+    made_with = [most, *(f"{', '.join(by_versions[v])}: {v}" for v in others)]
     lines = [
         "# Models of Hugging Face, from PyTorch",
         "",
         "Made by `python -m benchmarks.torch_models --out docs/results/torch.md`",
-        f"({'; '.join(made_with)}).",
+        *textwrap.wrap(f"({'; '.join(made_with)}).", 100),
         f"Models have 2 layers of width 64 and random weights; {BATCH} rows of {LENGTH} tokens, on "
         f"{DEVICES} virtual devices.",
         "",
@@ -278,12 +283,12 @@ def _full_sizes(rows: dict[str, dict[str, Any]]) -> list[str]:
         "again for the gradients (`from_torch(..., remat=...)`), `gshard.fsdp`, experts split over",
         "8 GPUs with 8 copies, plain gradient descent, and attention by its scores, without a",
         "fused kernel. Nothing was measured. For comparison, torchtitan's page `performance.md`",
-        "reports 5,762 tokens a second and GPU for Llama 3.1 8B with FSDP on 8 H100 (2 rows for",
+        "reports 5,762 tokens per second and GPU for Llama 3.1 8B with FSDP on 8 H100 (2 rows for",
         "each GPU, selective activation checkpointing, a fused attention and Adam): another",
         "program, and fewer GPUs. Mixtral's rows are exchanged by AllToAll, and then summed over",
         "all GPUs for the gradients of the sort by expert: most of what is sent.",
         "",
-        "| model | weights | step | memory | sent by a GPU | tokens a second and GPU |",
+        "| model | weights | step | memory | sent by a GPU | tokens per second and GPU |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     return lines + [
