@@ -25,7 +25,7 @@ from gshard.autosharding.annotate import (
     fewest,
     slowest,
 )
-from gshard.autosharding.budget import Budget, Clock
+from gshard.autosharding.budget import Budget, Clock, bytes_of
 from gshard.autosharding.cost import MeshShape, specs_of
 from gshard.autosharding.cost.rates import distinct_meshes
 from gshard.autosharding.evaluate import DONATED, Evaluator, ModelAnswer, ModelSolver
@@ -60,9 +60,6 @@ _LEAST_SOLVING = 10.0  # seconds for the first mesh, where the time given is too
 
 # Keywords of `gshard.jit` that have the same meaning for a part of a function's arguments.
 _MOVABLE = {*DONATED, "memory_limit", "strict", "reproducible"}
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def auto(
@@ -150,20 +147,6 @@ def _chosen_for_one_layer(
         limit = int(_LESS * limit * evaluator.limit / found.memory_bytes)
         clock.extend(_LEAST_SOLVING)
     raise too_large(found, evaluator, best.bound)
-
-
-def bytes_of(memory: str | int) -> int:
-    """Bytes from a number, or from text such as "16 GB" or "80 GiB"."""
-    if isinstance(memory, int) and memory > 0:
-        return memory
-    number, _, unit = str(memory).strip().partition(" ")
-    try:
-        found = float(number) * _UNITS[(unit or "B").upper()]
-    except (ValueError, KeyError):
-        found = 0.0
-    if found <= 0:
-        raise ValueError(f"memory is {memory!r}; allowed are bytes, or text such as '16 GB'")
-    return int(found)
 
 
 @dataclasses.dataclass

@@ -1,9 +1,9 @@
-"""The time that a search has: work that is counted, with limits of real time far around it.
+"""Memory that a step may hold, and the time that a search has.
 
-A search that is ended by the clock ends elsewhere on a busy machine than on a free one. Where work
-is counted, in seconds that it takes on a core of an ordinary machine, equal inputs have equal
-answers. Beyond that there are guards: of processor time, which other programs hardly change, and of
-wall time.
+That is work that is counted, with limits of real time far around it. A search that is ended by the
+clock ends elsewhere on a busy machine than on a free one. Where work is counted, in seconds that it
+takes on a core of an ordinary machine, equal inputs have equal answers. Beyond that there are
+guards: of processor time, which other programs hardly change, and of wall time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,23 @@ PROGRESS = logging.getLogger("gshard.auto")  # a line for each phase as it begin
 # Where work is counted: the seconds of processor time and of wall time that may pass for each
 # second that was given.
 _PROCESSOR, _WALL = 1.5, 10.0
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def bytes_of(memory: str | int) -> int:
+    """Bytes from a number, or from text such as "16 GB" or "80 GiB"."""
+    if isinstance(memory, int) and memory > 0:
+        return memory
+    number, _, unit = str(memory).strip().partition(" ")
+    try:
+        found = float(number) * _UNITS[(unit or "B").upper()]
+    except (ValueError, KeyError):
+        found = 0.0
+    if found <= 0:
+        raise ValueError(f"memory is {memory!r}; allowed are bytes, or text such as '16 GB'")
+    return int(found)
 
 
 class Clock:

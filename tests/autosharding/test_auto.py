@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
-from gshard.autosharding.auto import _Chooser, bytes_of
+from gshard.autosharding.auto import _Chooser
+from gshard.autosharding.budget import bytes_of
 from gshard.autosharding.cost import mesh_shapes, sharding_of, specs_of
 from gshard.autosharding.cost.model import build
 from gshard.autosharding.layout.annotations import AnnotatedInside
