@@ -27,7 +27,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard.autosharding.cost import NONE, MeshShape, Spec, local_elements, specs_of, transposes
-from gshard.autosharding.cost.model import MOST_SPECS, Holding, MeshProblem, ModelBuilder
+from gshard.autosharding.cost.copies import MOST_SPECS
+from gshard.autosharding.cost.model import Holding, MeshProblem, ModelBuilder
 from gshard.autosharding.cost.rates import Axes, LowerBoundRates, PartialSum
 from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Shares, Strategy, primitive_of
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints
