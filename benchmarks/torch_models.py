@@ -238,6 +238,8 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Models of Hugging Face, from PyTorch",
         "",
+        "*`benchmarks`: in a checkout of the repository, not in the wheel.*",
+        "",
         "Made by `python -m benchmarks.torch_models --out docs/results/torch.md`",
         *textwrap.wrap(f"({'; '.join(made_with)}).", 100),
         f"Models have 2 layers of width 64 and random weights; {BATCH} rows of {LENGTH} tokens, on "

@@ -129,10 +129,11 @@ class HloProgram:
         """The values that a collective combines: each with its own line, its dtype and bytes."""
         started = found.op.endswith("-start")
         if started or found.op == "all-to-all" or len(found.shapes) == 1:
-            # The type of what is started has its operands, too; that of an AllReduce has not.
+            # The type of what is started has its operands first; that of an AllReduce has not.
             both = started and len(found.shapes) > 1 and found.op != "all-reduce-start"
-            given = sum(self._by_name[name].size for name in found.operands) if both else 0
-            yield found, found.shapes[0][0], found.size - given
+            given = found.shapes[: len(found.operands)] if both else ()
+            size = found.size - sum(_width(dtype) * math.prod(dims) for dtype, dims in given)
+            yield found, found.shapes[0][0], size
             return
         taken = {
             int(user.attribute(r"index=(\d+)")): user

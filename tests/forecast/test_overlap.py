@@ -37,7 +37,7 @@ def test_a_gather_beside_a_product():
     (line,) = gather.overlapped_with
     text, first = inspect.getsourcelines(gathered_beside_product)
     assert text[int(line.rpartition(":")[2]) - first].endswith("@ w\n")
-    assert "beside" in str(gather)
+    assert "  during " in str(gather)
     found = low.forecast()
     assert found.exposed_seconds == 0 < found.hidden_seconds
     assert found.step_seconds == pytest.approx(found.serial_seconds - found.hidden_seconds)

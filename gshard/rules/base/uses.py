@@ -212,9 +212,12 @@ def _growth(eqn: JaxprEqn, atom: Any) -> float:
 def _gathered(of: Uses, eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Sharding]) -> float:
     """The bytes of other operands that an unreduced `atom` needs gathered, for one of its own.
 
-    A device of every sum needs them all, so that one with a tile on every device has to move.
+    A device of every sum needs them all, so that one with a tile on every device has to move; but
+    rows that are added to `atom` are added where they are, with their indices.
     """
     (number,) = [n for n, a in enumerate(eqn.invars) if a is atom][:1]
+    if eqn.primitive in SCATTERED and number == 0:
+        return 0.0
     jointly = {n for group in linear_groups(eqn) if number in group for n in group}
     others = [a for n, a in enumerate(eqn.invars) if n not in jointly and _is_tensor(a)]
     moved = [a for a in others if math.prod(shardings[a].tiles) == shardings[a].num_devices > 1]

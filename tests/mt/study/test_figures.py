@@ -147,11 +147,12 @@ def test_every_study_of_the_docs_names_a_plan_that_has_its_runs():
 
 def test_the_figures_have_every_model_and_the_order_of_languages(tmp_path):
     small, large = (model(name, SCORES, CURVE, experts=n) for name, n in (("8E", 8), ("64E", 64)))
+    labels = [f"{m.experts} experts, {m.layers} layers" for m in (small, large)]
     for zero, title in ((ZERO, "over bilingual baselines, mean"), ({}, "BLEU, mean of 10")):
         first, *others = studied.draw([small, large], zero, tmp_path)
         found = first.read_text()
         assert title in found
-        assert all(f">{text}<" in found for text in ("8E", "64E", "de", "gn"))
+        assert all(f">{text}<" in found for text in (*labels, "de", "gn"))
         assert found.index(">de<") < found.index(">gn<")  # the one with more text first
         for name, path in zip(
             ("chrF++", "million target tokens", "minutes"), others[-3:], strict=True
