@@ -49,8 +49,8 @@ def _select_and_gather_add(q: Params, tangents: jax.Array, x: jax.Array) -> jax.
     return jnp.append(tangents.ravel(), 0)[_best(q, x)]
 
 
-def _reduce(q: Params, *xs: jax.Array) -> Sequence[jax.Array]:
-    """A reduction by a function, which is associative, in a tree."""
+def _reduce(q: Params, *xs: jax.Array, there: jax.Array | None = None) -> Sequence[jax.Array]:
+    """A reduction by a function, which is associative, in a tree; of the rows that are `there`."""
     arrays, starts = xs[: len(xs) // 2], xs[len(xs) // 2 :]
     count = math.prod(arrays[0].shape[d] for d in q["dimensions"])
     rows = [jnp.moveaxis(x, q["dimensions"], range(len(q["dimensions"]))) for x in arrays]
@@ -61,18 +61,35 @@ def _reduce(q: Params, *xs: jax.Array) -> Sequence[jax.Array]:
         combine = jax.vmap(combine)
     while count > 1:
         half = count // 2
-        pairs = jax.vmap(combine)(*(x[:half] for x in rows), *(x[half : 2 * half] for x in rows))
+        left, right = ([x[n : n + half] for x in rows] for n in (0, half))
+        pairs = jax.vmap(combine)(*left, *right)
+        if there is not None:
+            a, b = there[:half], there[half : 2 * half]
+            pairs = [_chosen(a, b, *each) for each in zip(left, right, pairs, strict=True)]
+            there = jnp.concatenate([a | b, there[2 * half :]])
         odd = [x[2 * half :] for x in rows]
         rows = [jnp.concatenate(both) for both in zip(pairs, odd, strict=True)]
         count -= half
     wide = [jnp.broadcast_to(s, x.shape[1:]) for s, x in zip(starts, rows, strict=True)]
-    return combine(*wide, *(x[0] for x in rows)) if count else wide
+    made = combine(*wide, *(x[0] for x in rows)) if count else wide
+    if there is None or not count:
+        return made
+    return [jnp.where(there[0], m, s) for m, s in zip(made, wide, strict=True)]
+
+
+def _chosen(
+    a: jax.Array, b: jax.Array, left: jax.Array, right: jax.Array, both: jax.Array
+) -> jax.Array:
+    """The two combined where both are there, else the one that is."""
+    return jnp.where(a & b, both, jnp.where(a, left, right))
 
 
 def _reduce_window(q: Params, *xs: jax.Array) -> Sequence[jax.Array]:
-    pairs = zip(xs[: len(xs) // 2], xs[len(xs) // 2 :], strict=True)
-    windows = [jnp.stack(window_places(q, x, start)) for x, start in pairs]
-    return _reduce({**q, "dimensions": (0,)}, *windows, *xs[len(xs) // 2 :])
+    """Of a window, XLA reduces the elements: padding and holes do not count, whatever the start."""
+    arrays, starts = xs[: len(xs) // 2], xs[len(xs) // 2 :]
+    windows = [jnp.stack(window_places(q, x, s)) for x, s in zip(arrays, starts, strict=True)]
+    there = jnp.stack(window_places(q, jnp.ones(arrays[0].shape, bool), False))
+    return _reduce({**q, "dimensions": (0,)}, *windows, *starts, there=there)
 
 
 def _cumulative(combine: Operator) -> Operator:

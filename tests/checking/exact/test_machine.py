@@ -53,6 +53,9 @@ SUMMED = {
     "types": lambda x, w: (x.astype(int) * 3, jnp.round(x / 2), jnp.floor(x / 2), x > w[0, 0]),
     "complex": lambda x, w: complex_numbers(lax.complex(x, x[::-1]), lax.complex(w, w * 2)),
     "pooled": lambda x, w: lax.reduce_window(x, 0.0, lax.add, (2, 3, 1), (1, 2, 1), "SAME"),
+    "pooled from 5 on": lambda x, w: lax.reduce_window(
+        x, 5.0, lax.add, (2, 3, 1), (1, 2, 1), "SAME"
+    ),
     "largest": lambda x, w: lax.reduce_window(x, -np.inf, lax.max, (2, 2, 2), (1, 1, 2), "VALID"),
     "gradients of pools": lambda x, w: jax.grad(
         lambda x: (lax.reduce_window(x, -np.inf, lax.max, (2, 2, 1), (1, 2, 1), "SAME") ** 2).sum()
