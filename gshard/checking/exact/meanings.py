@@ -85,7 +85,7 @@ def _chosen(
 
 
 def _reduce_window(q: Params, *xs: jax.Array) -> Sequence[jax.Array]:
-    """Of a window, XLA reduces the elements: padding and holes do not count, whatever the start."""
+    """XLA reduces the elements of a window: padding and holes do not count, whatever the start."""
     arrays, starts = xs[: len(xs) // 2], xs[len(xs) // 2 :]
     windows = [jnp.stack(window_places(q, x, s)) for x, s in zip(arrays, starts, strict=True)]
     there = jnp.stack(window_places(q, jnp.ones(arrays[0].shape, bool), False))
