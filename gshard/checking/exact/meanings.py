@@ -92,6 +92,24 @@ def _reduce_window(q: Params, *xs: jax.Array) -> Sequence[jax.Array]:
     return _reduce({**q, "dimensions": (0,)}, *windows, *starts, there=there)
 
 
+def _tridiagonal_solve(
+    q: Params, below: jax.Array, on: jax.Array, above: jax.Array, b: jax.Array
+) -> jax.Array:
+    """Elimination without pivots, row by row; each column of `b` by itself."""
+
+    def eliminated(carry: Any, row: Any) -> Any:
+        (factor, y), (a, d, u, b) = carry, row
+        pivot = d - a * factor
+        found = u / pivot, (b - a[..., None] * y) / pivot[..., None]
+        return found, found
+
+    rows = [*(jnp.moveaxis(x, -1, 0) for x in (below, on, above)), jnp.moveaxis(b, -2, 0)]
+    zeros = jnp.zeros_like(rows[0][0]), jnp.zeros_like(rows[3][0])
+    _, found = lax.scan(eliminated, zeros, rows)
+    _, x = lax.scan(lambda x, r: (r[1] - r[0][..., None] * x,) * 2, zeros[1], found, reverse=True)
+    return jnp.moveaxis(x, 0, -2)
+
+
 def _cumulative(combine: Operator) -> Operator:
     return lambda q, x: lax.associative_scan(combine, x, reverse=q["reverse"], axis=q["axis"])
 
@@ -99,9 +117,10 @@ def _cumulative(combine: Operator) -> Operator:
 def _random(draw: Callable[[Any, Params], Operator]) -> Operator:
     """An operator on keys: a function of the integers that each of them is."""
 
-    def operator(q: Params, keys: jax.Array, *more: jax.Array) -> jax.Array:
+    def operator(q: Params, keys: jax.Array, *folded: jax.Array) -> jax.Array:
         impl = prng_impl(keys.dtype)
         one = draw(impl, q)
+        keys, *more = jnp.broadcast_arrays(keys, *folded)  # one of several may be a scalar
         for _ in keys.shape:
             one = jax.vmap(one)
         made = one(jax.random.key_data(keys), *more)
@@ -124,6 +143,7 @@ MEANINGS: dict[str, Operator] = {
     "reduce_window_min": _pooled(jnp.min, 1),
     "select_and_scatter_add": _select_and_scatter_add,
     "select_and_gather_add": _select_and_gather_add,
+    "tridiagonal_solve": _tridiagonal_solve,
     "ragged_dot_general": lambda q, *xs: ragged_dot_dense(*xs, **q),
     "cumprod": _cumulative(lax.mul),
     "cummax": _cumulative(lax.max),

@@ -45,7 +45,7 @@ from gshard.tensors.keys import is_key_type
 # Functions of a matrix, or of more: of the last two dims of their first operand.
 _SOLVERS = (
     "cholesky", "cholesky_update", "eig", "eigh", "svd", "qr", "lu", "householder_product",
-    "geqrf", "geqp3", "schur", "hessenberg", "tridiagonal", "tridiagonal_solve",
+    "geqrf", "geqp3", "schur", "hessenberg", "tridiagonal",
     "lu_pivots_to_permutation", "symmetric_product",
 )  # fmt: skip
 

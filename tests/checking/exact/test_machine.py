@@ -60,6 +60,12 @@ SUMMED = {
     "gradients of pools": lambda x, w: jax.grad(
         lambda x: (lax.reduce_window(x, -np.inf, lax.max, (2, 2, 1), (1, 2, 1), "SAME") ** 2).sum()
     )(x + jnp.arange(60.0).reshape(x.shape) * 16),
+    "tridiagonal": lambda x, w: lax.linalg.tridiagonal_solve(
+        w[:, 0], jnp.full(len(w), 16.0), jnp.zeros(len(w)), w
+    ),
+    "keys folded": lambda x, w: jax.vmap(
+        lambda k: jax.random.bits(jax.random.fold_in(k, jnp.int32(x[0, 0, 0])))
+    )(jax.random.split(jax.random.key(0), 3)),
     "groups": lambda x, w: lax.ragged_dot(x[0], jnp.stack([w, w * 2]), jnp.array([2, 3])),
     "loops": lambda x, w: lax.scan(lambda c, r: (c + r[0, 0], r * c), 0.0, x),
     "while": lambda x, w: lax.while_loop(
