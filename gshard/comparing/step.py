@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import jax
+from jax.dtypes import canonicalize_dtype
 
 import gshard
 from gshard.capture.calls import called_with, names_of
@@ -102,11 +103,18 @@ class Step:
         raise AssertionError
 
     def _lowered(self, change: Change) -> Any:
-        own = getattr(self._step, "__wrapped__", self._step)
-        called = called_with(own, self.args, {})
+        own, args = getattr(self._step, "__wrapped__", self._step), self.args
+        if self._module is not None:  # torch counts in 64 bits
+            args = (*args[:2], *jax.tree.map(_available, args[2:]))
+        called = called_with(own, args, {})
         with _all_frames(), called, _changed_inside(self._step, change) as step:
-            lowered = step.lower(*self.args)
+            lowered = step.lower(*args)
         return getattr(lowered, "lowered", lowered)  # Equinox's and NNX's have JAX's inside
+
+
+def _available(leaf: Any) -> Any:
+    """An input of a type that JAX has: of 32 bits, by default."""
+    return leaf.update(dtype=canonicalize_dtype(leaf.dtype))
 
 
 def _abstract(tree: Any) -> Any:

@@ -60,7 +60,7 @@ def test_inputs_by_name():
 
 
 def test_a_stack_of_the_batch_sends_the_weights_alone():
-    step = Step(Sums(), (jax.ShapeDtypeStruct((64, 64), np.float32),))
+    step = Step(Sums(), (jax.ShapeDtypeStruct((128, 64), np.float32),))
     found = compare(step, "h100")
     assert [p.sent for p in found.programs] == [2 * 7 * 3 * 64 * 64 * 4 // 8] * 2
     assert found.lines == ()
