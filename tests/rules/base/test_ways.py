@@ -189,16 +189,25 @@ def assert_as_planned(fn, arguments, inputs, outputs=(), **options):
 
 def planned(fn, arguments, inputs, outputs, options, prices=price):
     """The operator of every equation and what its way costs without work and latencies."""
-    latency, cheapest, chosen = GENERIC_COSTS.latency, Choice.cheapest, {}
+    latency, chosen = GENERIC_COSTS.latency, {}
+    cheapest, in_place = Choice.cheapest, Choice.in_place
 
-    def recorded(self, eqn, rule, tiles, targets):
-        way = cheapest(self, eqn, rule, tiles, targets)
-        cost = prices(way, eqn, [t.sharding for t in tiles], targets) - way.work
-        chosen[eqn] = eqn.primitive.name, cost % latency
+    def recorded(way, eqn, shardings, targets):
+        if way is not None:
+            cost = prices(way, eqn, shardings, targets) - way.work
+            chosen[eqn] = eqn.primitive.name, cost % latency
         return way
 
+    def found(self, eqn, rule, tiles, targets):
+        shardings = [t.sharding for t in tiles]
+        return recorded(cheapest(self, eqn, rule, tiles, targets), eqn, shardings, targets)
+
+    def remembered(self, eqn, rule, shardings, targets):
+        return recorded(in_place(self, eqn, rule, shardings, targets), eqn, shardings, targets)
+
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Choice, "cheapest", recorded)
+        patched.setattr(Choice, "cheapest", found)
+        patched.setattr(Choice, "in_place", remembered)
         jitted = gshard.jit(annotated(fn, inputs, outputs), devices=8, **options)
         return chosen, jitted.lower(*arguments)
 
