@@ -1,4 +1,4 @@
-"""`gshard.auto` on a model whose layers are written out, beside the same model with a scan.
+"""`gshard.auto` on a model whose layers are written out, compared with a scan over them.
 
     python -m benchmarks.auto_layers --layers 80
 

@@ -113,19 +113,25 @@ def attention(x_GSM, w: Weights, model: Model):
     return jnp.einsum("gsnh,nhm->gsm", y, w["out"])
 
 
+def slots(expert_GSK, E: int, C: int):
+    """The token of each slot of each expert, by number in S x K; and which slots are used."""
+    G, S, K = expert_GSK.shape
+    expert_GT = expert_GSK.reshape(G, S * K)
+    order_GT = jnp.argsort(expert_GT, -1, stable=True)
+    sorted_GT = jnp.take_along_axis(expert_GT, order_GT, -1)
+    starts_GE = jax.vmap(lambda a: jnp.searchsorted(a, jnp.arange(E)))(sorted_GT)
+    place_GL = jnp.clip(starts_GE[..., None] + jnp.arange(C), 0, S * K - 1).reshape(G, -1)
+    used_GL = jnp.take_along_axis(sorted_GT, place_GL, -1) == jnp.arange(E * C) // C
+    return jnp.take_along_axis(order_GT, place_GL, -1), used_GL
+
+
 def experts(x_GSM, w: Weights, run: Run):
     """The best experts of each token, within a sequence; tokens move by index, not by masks."""
     model, G = run.model, len(x_GSM)
     S, E, K, C = model.S, model.E, model.K, model.capacity
     gates_GSE = jnp.einsum("gsm,me->gse", x_GSM, w["gate"]).astype(jnp.float32)
     best_GSK, expert_GSK = jax.lax.top_k(gates_GSE, K)
-    expert_GT = expert_GSK.reshape(G, S * K)
-    order_GT = jnp.argsort(expert_GT, -1, stable=True)
-    sorted_GT = jnp.take_along_axis(expert_GT, order_GT, -1)
-    starts_GE = jax.vmap(lambda a: jnp.searchsorted(a, jnp.arange(E)))(sorted_GT)
-    place_GL = jnp.clip(starts_GE[..., None] + jnp.arange(C), 0, S * K - 1).reshape(G, -1)
-    chosen_GL = jnp.take_along_axis(order_GT, place_GL, -1)
-    real_GL = jnp.take_along_axis(sorted_GT, place_GL, -1) == jnp.arange(E * C) // C
+    chosen_GL, real_GL = slots(expert_GSK, E, C)
     sent_GLM = jnp.take_along_axis(x_GSM, (chosen_GL // K)[..., None], 1)
     sent_GECM = (sent_GLM * real_GL[..., None].astype(x_GSM.dtype)).reshape(G, E, C, -1)
     if run.exchange:

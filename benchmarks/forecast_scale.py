@@ -4,7 +4,7 @@
 
 prints the seconds of this process for the 1-trillion-weight step and the 600-billion-weight one
 (partitioned, forecast, explained, the page), then time and program size for 8 to 2048 devices;
-with a FOLDER also as plots. Seconds are of the processor, so that other programs do not count.
+with a FOLDER also as plots. Seconds are processor time, which other programs hardly change.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 import gshard
+from benchmarks.expert_meshes import slots
 from gshard.graph.readable import size
 from gshard.nn.flash import flash_attention
 from gshard.nn.segments import Segments
@@ -53,18 +54,9 @@ def experts(x_GSM, w, per_stage: int):
     G = len(x_GSM)
     gates_GSE = jnp.einsum("gsm,me->gse", x_GSM, w["gate"]).astype(jnp.float32)
     best_GSK, expert_GSK = jax.lax.top_k(gates_GSE, K)
-    expert_GT = expert_GSK.reshape(G, S * K)
-    order_GT = jnp.argsort(expert_GT, -1, stable=True)
-    sorted_GT = jnp.take_along_axis(expert_GT, order_GT, -1)
-    starts_GE = jax.vmap(lambda a: jnp.searchsorted(a, jnp.arange(E)))(sorted_GT)
-    place_GEC = jnp.clip(starts_GE[..., None] + jnp.arange(CAPACITY), 0, S * K - 1)
-    chosen_GL = jnp.take_along_axis(order_GT, place_GEC.reshape(G, -1), -1)
-    real_GEC = (
-        jnp.take_along_axis(sorted_GT, place_GEC.reshape(G, -1), -1).reshape(G, E, CAPACITY)
-        == jnp.arange(E)[:, None]
-    )
+    chosen_GL, real_GL = slots(expert_GSK, E, CAPACITY)
     sent = jnp.take_along_axis(x_GSM, (chosen_GL // K)[..., None], 1)
-    sent = sent.reshape(G, E, CAPACITY, M) * real_GEC[..., None].astype(x_GSM.dtype)
+    sent = (sent * real_GL[..., None].astype(x_GSM.dtype)).reshape(G, E, CAPACITY, M)
     sent_GECM = gshard.split(gshard.split(sent, 0, per_stage), 1, per_stage)
     gate, up = (jnp.einsum("gecm,emf->gecf", sent_GECM, w[name]) for name in ("into", "up"))
     back = jnp.einsum("gecf,efm->gecm", jax.nn.silu(gate) * up, w["down"])

@@ -3,9 +3,9 @@
 A loop over layers in Python makes equations that repeat, once in the forward pass, once backwards
 and once for each part of an optimizer. Runs of equations with a period are found. The values that
 two runs share say which segment of one belongs to the same layer as a segment of the other. A
-program without most layers has all decisions of the long one: what reads a layer that is gone reads
-the layer as far from it on the other side of the gap. One layer stands for those that are gone: it
-counts as many times, and memory is linear in the number of layers.
+program without most layers has all decisions of the long one: a reader of a removed layer reads the
+layer at the same distance after the removed ones. One layer represents the removed ones: its costs
+are multiplied by their number, and memory is linear in the number of layers.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ _STATE = 2
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Repeated:
-    """Equations of one of so many equal `layers` that stand for others, which a program lacks: each
-    runs so many `times`. Values of all other layers are sharded `like` those of this one."""
+    """Equations of one of `layers` equal layers, which represent those of removed layers: each runs
+    `times` times. Values of all other layers are sharded `like` those of this one."""
 
     times: int = 1
     eqns: frozenset[JaxprEqn] = frozenset()

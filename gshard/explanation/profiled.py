@@ -4,8 +4,8 @@ A trace of `jax.profiler` has the time of every instruction of a compiled progra
 XLA's HLO says which line an instruction is of. A device that is early at a collective waits in it:
 a collective counts with the shortest time among the devices, everything else with the median.
 
-Hardware is fitted to one profile, or to several of different batches at once: then what grows with
-the batch (products, activations) is told from what does not (weights, starts of operators).
+Hardware is fitted to one profile, or to several of different batches at once: then costs that
+grow with the batch (products, activations) are separated from constant ones (weights, starts).
 """
 
 from __future__ import annotations

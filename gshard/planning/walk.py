@@ -7,6 +7,7 @@ It is done twice: on tiles without elements, to decide how every equation runs (
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
@@ -50,7 +51,7 @@ class Decisions:
     runs: int = 1
 
 
-class Walk:
+class Walk(ABC):
     """What both walks have in common; rules see it as their `Context`."""
 
     def __init__(
@@ -103,19 +104,13 @@ class Walk:
         return [] if isinstance(var, Literal) else self.uses.users(var)
 
     def run_body(
-        self,
-        closed: ClosedJaxpr,
-        tiles: Sequence[Tile],
-        leaving: Mapping[int, float] = NOTHING,
+        self, closed: ClosedJaxpr, tiles: Sequence[Tile], leaving: Mapping[int, float] = NOTHING
     ) -> list[Tile]:
         """The results of a body; its constants are replicated."""
         return self.run(closed.jaxpr, [*map(self.constant, closed.consts), *tiles], leaving)
 
     def run(
-        self,
-        jaxpr: Jaxpr,
-        tiles: Sequence[Tile],
-        leaving: Mapping[int, float] = NOTHING,
+        self, jaxpr: Jaxpr, tiles: Sequence[Tile], leaving: Mapping[int, float] = NOTHING
     ) -> list[Tile]:
         """The results of a program, given tiles for its constants and its arguments.
 
@@ -165,9 +160,9 @@ class Walk:
         pairs = zip(eqn.outvars, results, strict=True)
         return [self.mover.remember(var, tile, made) for var, tile in pairs]
 
+    @abstractmethod
     def begin(self, jaxpr: Jaxpr, tiles: Sequence[Tile], leaving: Mapping[int, float]) -> None:
-        """What is done before the equations of a program run."""
-        raise NotImplementedError
+        """Prepare the walk over a program or a body, before its equations run."""
 
     def literal(self, atom: Literal) -> Tile:
         """A literal of the program; equal ones are made once."""

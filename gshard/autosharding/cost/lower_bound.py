@@ -58,7 +58,7 @@ def build_lower_bound(
     repeated: Repeated = ONCE,
 ) -> MeshProblem:
     """The problem whose least cost is a lower bound of the forecasts of all layouts over a mesh,
-    where equations that are `repeated` are sharded like those they stand for."""
+    where equations that are `repeated` are sharded like those they represent."""
     prices = LowerBoundPrices(flat.jaxpr, mesh, hardware)
     return LowerBoundBuilder(flat, prices, limit, math.prod(mesh), repeated).built(returned)
 

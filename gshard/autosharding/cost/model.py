@@ -80,7 +80,7 @@ def build(
 
     `returned` are pairs of a result and an argument, by number: the result is the argument of the
     next call, and is resharded for it where the two differ, and takes its place if it is `donated`.
-    `paired` are tensors whose copies count in the limit, `repeated` equations that stand for equal
+    `paired` are tensors whose copies count in the limit, `repeated` equations that represent equal
     ones.
     """
     prices = OperatorPrices(flat.jaxpr, mesh, hardware)
@@ -218,8 +218,8 @@ class ModelBuilder:
         return found + [(node, at, at + 1, slack * held) for node, at, held in self.waiting]
 
     def _layers(self, first: int, last: int) -> int:
-        """How many equal values there are at a time of one that is held between these places: as
-        many as its last reader stands for, if others run in between."""
+        """How many layers hold a value like one that is live between these places at a time: all
+        that its last reader represents, if other layers run in between."""
         places = self.flow.edges[max(first - 1, 0) : last]
         between = any(edge.eqn not in self.repeated.eqns for edge in places)
         return self.repeated.times if between and places[-1].eqn in self.repeated.eqns else 1

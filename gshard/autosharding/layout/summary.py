@@ -41,7 +41,7 @@ class Considered:
         )
 
     def with_more(self, forecast: Forecast, layers: int, memory: int, limit: int) -> Considered:
-        """With so many layers more like the one that stands for them, and so many bytes."""
+        """With `layers` more layers like the one that represents them, in `memory` bytes."""
         one = [t for t in forecast.values if STANDING in t.scope]
         sends = sum(t.alone_seconds * t.count for t in one if t.collective)
         return dataclasses.replace(
