@@ -25,7 +25,7 @@ def test_bytes_of_an_expert(name):
 
 # The machine on which most is given for fewer collectives, and recipes that once sent more there.
 @pytest.mark.parametrize(
-    "name", ["HSDP 2 x 4", "sequence parallel", "experts 4 x FSDP 2, dense FSDP 8"]
+    "name", ["experts 4 x FSDP 2, dense FSDP 8", "HSDP 2 x 4", "sequence parallel"]
 )
 def test_bytes_where_a_collective_takes_long_to_start(name):
     check_bytes(RECIPES[name], "h200")
