@@ -41,12 +41,6 @@ def main() -> None:
         action="store_true",
         help="see which ones gshard.prove refutes, from shapes alone, and whose line it names",
     )
-    parser.add_argument(
-        "--refute",
-        action="store_true",
-        help="of those that --prove does not refute, see which ones gshard.check refutes in a call "
-        "that one of their tests makes",
-    )
     parser.add_argument("--list", action="store_true", help="print the mutations and their results")
     parser.add_argument("--report", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     options = parser.parse_args()
@@ -65,8 +59,8 @@ def main() -> None:
         print(report.listed(sorted(chosen, key=known.index), running.results(options.folder)))
     elif options.prove:
         warm.warm_up(ROOT)
-        wrong = [m for m in chosen if not m.equivalent]
-        naming.run(ROOT, options.folder, wrong, options.jobs, lambda text: print(text, flush=True))
+        wrong = [m for m in chosen if not m.unchanged]
+        naming.run(ROOT, options.folder, wrong, options.jobs, options.seconds, _say)
     elif not options.report:
         _run(options, chosen)
     if options.report:
@@ -75,24 +69,20 @@ def main() -> None:
         sys.exit(1)
 
 
-def _run(options: argparse.Namespace, chosen: list[mutations.Mutation]) -> None:
-    def say(text: str) -> None:
-        print(text, flush=True)
+def _say(text: str) -> None:
+    print(text, flush=True)
 
-    folder, jobs = options.folder, options.jobs
-    own = folder / "refuted" if options.refute else folder
-    own.mkdir(exist_ok=True)
-    if options.refute:
-        proved = naming.results(folder)
-        chosen = [m for m in chosen if not proved.get(m.key, {}).get("shown") and not m.equivalent]
+
+def _run(options: argparse.Namespace, chosen: list[mutations.Mutation]) -> None:
+    folder, jobs, say = options.folder, options.jobs, _say
     warm.warm_up(ROOT)
     if options.record:
         (folder / "touched.jsonl").unlink(missing_ok=True)
     if options.again:
-        running.forget(own, chosen)
+        running.forget(folder, chosen)
 
     def left() -> list[mutations.Mutation]:
-        known = running.results(own)
+        known = running.results(folder)
         return [m for m in chosen if m.key not in known]
 
     try:
@@ -100,8 +90,7 @@ def _run(options: argparse.Namespace, chosen: list[mutations.Mutation]) -> None:
         if not options.tests:
             warm.apart(lambda: touched.record(ROOT, folder, jobs, say))
             recorded = touched.Recorded(folder)
-        kind = naming.Refuting if options.refute else running.Runner
-        runner = kind(ROOT, own, recorded, jobs, options.seconds, say, options.tests)
+        runner = running.Runner(ROOT, folder, recorded, jobs, options.seconds, say, options.tests)
         warm.apart(lambda: runner.in_place(left()))
         runner.imported(left())
         if options.confirm:
@@ -109,7 +98,7 @@ def _run(options: argparse.Namespace, chosen: list[mutations.Mutation]) -> None:
     except KeyboardInterrupt:
         say("interrupted; the next run goes on from here")
         os._exit(130)
-    say(report.summary(chosen, running.results(own)))
+    say(report.summary(chosen, running.results(folder)))
 
 
 if __name__ == "__main__":

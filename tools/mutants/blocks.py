@@ -21,7 +21,7 @@ _HITS = "_gshard_blocks_hit"
 
 
 class Blocks:
-    """The blocks of some files, numbered; those that were executed since `clear`."""
+    """The blocks of some files, numbered, and those that were executed."""
 
     def __init__(self, root: Path, files: Sequence[str]):
         self.spans: list[tuple[str, int, int]] = []  # file, first and last line
@@ -32,6 +32,14 @@ class Blocks:
             self._mark(tree, file, inside=False)
             ast.fix_missing_locations(tree)
             self.codes[file] = compile(tree, str(root / file), "exec", dont_inherit=True)
+
+    def note(self) -> dict[str, str]:
+        """The blocks that were executed since the last note, one bit each."""
+        mask = bytearray(len(self.spans) // 8 + 1)
+        for number in self.hit:
+            mask[number // 8] |= 1 << number % 8
+        self.hit.clear()
+        return {"blocks": mask[::-1].hex()}
 
     def _mark(self, node: ast.AST, file: str, inside: bool) -> None:
         """Put a mark before every block below `node`; module and class bodies have none."""

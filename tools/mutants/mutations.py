@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _DATA = Path(__file__).parent / "data"
-_EQUIVALENT = "equivalent"  # the table of sentences
+# Tables of sentences: why no test can notice a mutation, and why none can by a value.
+_SENTENCES = ("equivalent", "unchanged")
 
 KINDS = {
     "axis": "a wrong dim or axis",
@@ -25,6 +26,7 @@ KINDS = {
     "plan": "a wrong or missing step of a plan",
     "sum": "a sum forgotten, or another reduction",
 }
+_PRICE = {"cost": "price: every plan has the same values"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Mutation:
     old: str
     new: str
     equivalent: str = ""  # why no test can notice it
+    unchanged: str = ""  # why all values stay what they are
 
     @property
     def key(self) -> str:
@@ -64,14 +67,23 @@ def load(folder: Path = _DATA) -> list[Mutation]:
     found: list[Mutation] = []
     for path in sorted(folder.glob("*.toml")):
         tables = tomllib.loads(path.read_text())
-        why = tables.pop(_EQUIVALENT, {})
+        equal, right = (tables.pop(table, {}) for table in _SENTENCES)
+        right |= equal
         rows = [(file, *row) for file, table in tables.items() for row in table["mutants"]]
         found += [
-            Mutation(name, kind, file, old, new, why.pop(name, ""))
+            Mutation(
+                name,
+                kind,
+                file,
+                old,
+                new,
+                equal.get(name, ""),
+                right.get(name, _PRICE.get(kind, "")),
+            )
             for file, name, kind, old, new in rows
         ]
-        if why:
-            raise ValueError(f"{path.name}: a sentence for {', '.join(why)}, which is no mutation")
+        if strange := right.keys() - {row[1] for row in rows}:
+            raise ValueError(f"{path.name}: {', '.join(sorted(strange))} is no mutation")
     names = [mutation.name for mutation in found]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two mutations are called {', '.join(sorted(twice))}")

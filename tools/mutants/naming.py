@@ -1,163 +1,158 @@
-"""Whether `gshard.prove` refutes a mutant, from shapes alone, and names the line that is wrong."""
+"""Whether `gshard.prove` refutes a mutant, from shapes alone, and names the line that is wrong.
+
+The programs of `programs` and `drawn` are proved once without a mutation, which records the blocks
+of the partitioner that each executes; a mutant meets those that execute its block.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.mutants.blocks import load
+from tools.mutants.blocks import Blocks, load
 from tools.mutants.mutations import KINDS, Mutation
-from tools.mutants.running import Runner
 from tools.mutants.swapping import functions_of, swaps
-from tools.mutants.warm import Children, Session, Work, apart
+from tools.mutants.touched import Recorded, lines_of, partitioner
+from tools.mutants.warm import Children, Work, apart
 
-_SECONDS = 60.0  # processor time for a mutant
-_SHOWN = 2  # programs in which a mutant is refuted before the others are left out
 _FOUND = ("named", "refuted", "raised")
+_LONGER = 40  # processor seconds beyond the limit after which a proof hangs
 
 Say = Callable[[str], None]
 
 
-def run(root: Path, folder: Path, mutations: Sequence[Mutation], jobs: int, say: Say) -> None:
+def run(
+    root: Path, folder: Path, mutations: Sequence[Mutation], jobs: int, seconds: float, say: Say
+) -> None:
     """For every mutant: the programs in which it is refuted, and those whose line is named."""
+    programs = folder / "programs"
+    programs.mkdir(parents=True, exist_ok=True)
+    apart(lambda: _record(root, programs, jobs, say))
+    recorded = Recorded(programs)
 
     def left() -> list[Mutation]:
         known = results(folder)
         return [m for m in mutations if m.key not in known]
 
-    def in_place() -> None:
-        import tools.mutants.programs  # noqa: F401  gshard is imported in this process
+    def names(mutation: Mutation) -> list[str]:
+        """The programs that execute what a mutation changes: quick ones, of many kinds, first."""
+        met: Counter[str] = Counter()
+        turns = []
+        for test in recorded.ranked(mutation):
+            family = test.name.split()[0]
+            turns.append((met[family], test.name))
+            met[family] += 1
+        return [name for _, name in sorted(turns, key=lambda each: each[0])]
 
+    def keep(work: Iterable[tuple[Mutation, Work]]) -> None:
+        found = Children(jobs, seconds + _LONGER).map(work, folder / "children")
+        for mutation, lines, how, used in found:
+            by = {kind: [x["program"] for x in lines if x["found"] == kind] for kind in _FOUND}
+            ran = {"met": sum(x["found"] == "met" for x in lines), "of": len(names(mutation))}
+            with (folder / "named.jsonl").open("a") as file:
+                line = {"key": mutation.key, "name": mutation.name, "how": how, **by, **ran}
+                print(json.dumps(line | {"seconds": round(used, 1)}), file=file)
+            what = ", ".join(f"{kind} in {each}" for kind, each in by.items() if each)
+            say(f"{mutation.name}: {what or 'right'}, {ran['met']} of {ran['of']} ({used:.0f} s)")
+
+    def in_place() -> None:
+        _corpus()  # gshard is imported in this process
         functions = functions_of(root)
         pairs = ((m, swaps(m, root, functions)) for m in left())
-        _keep(folder, jobs, ((m, _swapped(m, found)) for m, found in pairs if found), say)
+        keep((m, _swapped(names(m), seconds, found)) for m, found in pairs if found)
 
     apart(in_place)
-    _keep(folder, jobs, ((m, _imported(root, m)) for m in left()), say)
+    keep((m, _imported(root, m, names(m), seconds)) for m in left())
     say(summary(mutations, results(folder)))
 
 
-def _keep(folder: Path, jobs: int, work: Iterable[tuple[Mutation, Work]], say: Say) -> None:
-    for mutation, lines, how, used in Children(jobs, _SECONDS).map(work, folder / "children"):
-        by = {kind: [x["program"] for x in lines if x["found"] == kind] for kind in _FOUND}
-        shown = by["named"] + by["refuted"]
-        kept = {"key": mutation.key, "shown": shown, "named": by["named"], "raised": by["raised"]}
-        with (folder / "named.jsonl").open("a") as file:
-            print(json.dumps(kept | {"how": how}), file=file)
-        what = f"refuted in {shown}, named in {by['named']}, raises in {by['raised']}"
-        say(f"{mutation.name}: {what} ({used:.0f} s)")
+def _corpus() -> dict[str, Any]:
+    from tools.mutants.drawn import drawn
+    from tools.mutants.programs import PROGRAMS
+
+    return {program.name: program for program in (*PROGRAMS, *drawn())}
 
 
-def _swapped(mutation: Mutation, found: Sequence[Any]) -> Work:
+def _record(root: Path, folder: Path, jobs: int, say: Say) -> None:
+    """Prove all programs as the partitioner is, each in a process of its own; once."""
+    blocks = Blocks(root, partitioner(root))
+    sources = {file: (root / file).read_text() for file in blocks.codes}
+    load(root, blocks.codes, blocks.hit)
+    corpus, store = _corpus(), folder / "touched.jsonl"
+    done = {json.loads(line)["file"] for line in lines_of(store)}
+    if not done:
+        (folder / "sources.json").write_text(json.dumps([blocks.spans, sources]))
+
+    def work(program: Any) -> Work:
+        def child(out: Path) -> None:
+            _begin()
+            blocks.hit.clear()
+            begun = time.process_time()
+            found = _found(program)
+            line = {"test": program.name, "seconds": time.process_time() - begun, "found": found}
+            _append(out, line | blocks.note())
+
+        return child
+
+    todo = [program for name, program in corpus.items() if name not in done]
+    children = Children(jobs, 120).map(((p, work(p)) for p in todo), folder / "children")
+    for program, lines, how, used in children:
+        found = lines[0]["found"] if lines else how
+        if found:
+            say(f"{program.name} is {found} without a mutation, and left out ({used:.0f} s)")
+        _append(store, {"file": program.name, "tests": [] if found else lines})
+    say(f"{len(corpus)} programs are recorded, {len(todo)} of them now")
+
+
+def _swapped(names: Sequence[str], seconds: float, found: Sequence[Any]) -> Work:
     def child(out: Path) -> None:
         for function, code in found:
             function.__code__ = code
-        _prove(mutation, out)
+        _prove(names, seconds, out)
 
     return child
 
 
-def _imported(root: Path, mutation: Mutation) -> Work:
+def _imported(root: Path, mutation: Mutation, names: Sequence[str], seconds: float) -> Work:
     def child(out: Path) -> None:
         path = root / mutation.file
         text = mutation.applied(path.read_text())
         assert text is not None
         load(root, {mutation.file: compile(text, str(path), "exec", dont_inherit=True)})
         try:
-            _prove(mutation, out)
+            _prove(names, seconds, out)
         except Exception:
             _append(out, {"program": "import", "found": "raised"})
 
     return child
 
 
-def _prove(mutation: Mutation, out: Path) -> None:
-    """The programs in which this process's gshard is refuted, until there are enough."""
+def _begin() -> None:
     import jax
 
     from gshard.tensors import padding
     from tests.conftest import poison
-    from tools.mutants.programs import about
 
     padding.garbage = poison  # as in the tests: what leaks shows
     jax.config.update("jax_num_cpu_devices", 8)
-    shown = 0
-    for program in about(mutation.file):
-        found = _found(program)
+
+
+def _prove(names: Sequence[str], seconds: float, out: Path) -> None:
+    """The programs in which this process's gshard is refuted, until one is by its line."""
+    corpus = _corpus()
+    _begin()
+    until = time.process_time() + seconds
+    for name in names:
+        found = _found(corpus[name])
+        _append(out, {"program": name, "found": "met"})
         if found:
-            shown += found != "raised"
-            _append(out, {"program": program.name, "found": found})
-        if found == "named" or shown == _SHOWN:
+            _append(out, {"program": name, "found": found})
+        if found == "named" or time.process_time() > until:
             break
-
-
-def summary(mutations: Sequence[Mutation], known: dict[str, dict[str, Any]]) -> str:
-    """How many are refuted, and by their line; what the others do, by kind."""
-    ran = {m: known[m.key] for m in mutations if m.key in known}
-    refuted = [m for m, found in ran.items() if found["shown"]]
-    raises = [m for m, found in ran.items() if not found["shown"] and found.get("raised")]
-    ended = [m for m, found in ran.items() if found.get("how", "ended") != "ended"]
-    same = [m for m in ran if m not in refuted and m not in raises and m not in ended]
-    by_kind = {kind: sorted(m.name for m in same if m.kind == kind) for kind in KINDS}
-    lines = [
-        f"{len(ran)} mutants of {len(mutations)} were run: "
-        f"{len(refuted)} refuted, {sum(bool(ran[m]['named']) for m in refuted)} by their line; "
-        f"{len(raises)} raise an error, {len(set(ended) - set(refuted) - set(raises))} hang",
-        f"{len(same)} leave all values of these programs right:",
-        *(f"  {kind}: {', '.join(names)}" for kind, names in by_kind.items() if names),
-    ]
-    return "\n".join(lines)
-
-
-class Refuting(Runner):
-    """Runs the recorded tests of a mutant until `gshard.check` refutes a call of one of them.
-
-    A result's `by` is the line of the first value that differs.
-    """
-
-    def _test(self, session: Session, mutation: Mutation, out: Path) -> None:
-        _check_every_call(out)
-        tests = list(session.items) if self._tests else self._names(mutation)
-        session.run(tests, out, until=time.process_time() + self._seconds, stop=False)
-
-
-def _check_every_call(out: Path) -> None:
-    import jax
-
-    from gshard.jit import Jitted
-
-    call = Jitted.__call__
-
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        leaves = jax.tree.leaves((args, kwargs))
-        first = None
-        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            with contextlib.suppress(Exception):  # what cannot be lowered is noticed by the call
-                first = self.lower(*args, **kwargs).check(*args, **kwargs).first
-        if first is not None:
-            _append(out, {"failed": first.source or first.operator})
-            os._exit(0)
-        return call(self, *args, **kwargs)
-
-    # A mutant's own process, which ends with its tests: nothing has to be put back.
-    Jitted.__call__ = checked  # type: ignore[method-assign]
-
-
-def results(folder: Path) -> dict[str, dict[str, Any]]:
-    """For every mutation that was run, by its key."""
-    store = folder / "named.jsonl"
-    lines = store.read_text().splitlines() if store.exists() else []
-    return {line["key"]: line for line in map(json.loads, lines)}
-
-
-def _append(out: Path, line: dict[str, Any]) -> None:
-    with out.open("a") as file:
-        print(json.dumps(line), file=file)
 
 
 def _found(program: Any) -> str:
@@ -165,11 +160,42 @@ def _found(program: Any) -> str:
     import gshard
 
     try:
-        report = gshard.prove(program.function, *program.arguments, devices=8, **program.keywords)
+        function, arguments, keywords = program.make()
+        report = gshard.prove(function, *arguments, devices=8, **keywords)
     except Exception:  # the mutant is noticed without a proof
         return "raised"
     if report.first is None:
         return ""
     file, _, line = report.first.source.rpartition(":")
-    here = Path(file).name == "programs.py" and int(line) in program.lines
+    here = Path(file).name == Path(program.file).name and int(line) in program.lines
     return "named" if here else "refuted"
+
+
+def summary(mutations: Sequence[Mutation], known: dict[str, dict[str, Any]]) -> str:
+    """How many are refuted, and by their line; what the others do, by kind."""
+    ran = {m: known[m.key] for m in mutations if m.key in known}
+    refuted = [m for m, found in ran.items() if found["named"] or found["refuted"]]
+    raises = [m for m, found in ran.items() if m not in refuted and found["raised"]]
+    ended = [m for m, found in ran.items() if found["how"] != "ended"]
+    same = [m for m in ran if m not in refuted and m not in raises and m not in ended]
+    lines = [
+        f"{len(ran)} mutants of {len(mutations)} were run: "
+        f"{len(refuted)} refuted, {sum(bool(ran[m]['named']) for m in refuted)} by their line; "
+        f"{len(raises)} raise an error, {len(set(ended) - set(refuted) - set(raises))} hang",
+        f"{len(same)} leave all values of these programs right:",
+    ]
+    for kind in KINDS:
+        names = [f"{m.name} ({ran[m]['met']} of {ran[m]['of']})" for m in same if m.kind == kind]
+        lines += [f"  {kind}: {', '.join(sorted(names))}"] if names else []
+    return "\n".join(lines)
+
+
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    """For every mutation that was run, by its key."""
+    store = folder / "named.jsonl"
+    return {line["key"]: line for line in map(json.loads, lines_of(store))}
+
+
+def _append(out: Path, line: dict[str, Any]) -> None:
+    with out.open("a") as file:
+        print(json.dumps(line), file=file)

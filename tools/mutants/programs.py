@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,25 +16,29 @@ from jax import lax
 
 from gshard import replicate, shard, split
 
+Made = tuple[Callable[..., Any], Sequence[np.ndarray], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Program:
-    """A function, its arguments, and the keywords of `gshard.jit`."""
+    """Makes a function, its arguments, and the keywords of `gshard.jit`.
 
-    function: Callable[..., Any]
-    arguments: tuple[np.ndarray, ...]
-    keywords: dict[str, Any] = field(default_factory=dict)
+    Nothing of JAX runs before it is made: processes fork until then.
+    """
 
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return self.function.__name__
+    name: str
+    make: Callable[[], Made]
+    file: str
+    lines: Collection[int]  # those that may be named
 
-    @property
-    def lines(self) -> set[int]:
-        """The lines that may be named."""
-        text, first = inspect.getsourcelines(self.function)
-        return {first + n for n, line in enumerate(text) if "# here" in line}
+
+def _written(
+    function: Callable[..., Any], arguments: Sequence[np.ndarray], number: int = 0, **keywords: Any
+) -> None:
+    text, first = inspect.getsourcelines(function)
+    lines = {first + n for n, line in enumerate(text) if "# here" in line}
+    name = f"{function.__name__} {number}"
+    PROGRAMS.append(Program(name, lambda: (function, arguments, keywords), __file__, lines))
 
 
 def _array(*shape: int, dtype: str = "float32") -> np.ndarray:
@@ -49,7 +53,7 @@ PROGRAMS: list[Program] = []
 
 def _with(*arguments: np.ndarray, **keywords: Any) -> Callable[..., Any]:
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        PROGRAMS.append(Program(function, arguments, keywords))
+        _written(function, arguments, **keywords)
         return function
 
     return add
@@ -59,8 +63,8 @@ def _wide(*arguments: np.ndarray) -> Callable[..., Any]:
     """Arrays, and as many rows of more columns: many bytes are planned otherwise than few."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        columns = [np.tile(x, (1, 400)) if x.ndim == 2 else x for x in arguments]
-        PROGRAMS.extend([Program(function, arguments), Program(function, tuple(columns))])
+        _written(function, arguments)
+        _written(function, [np.tile(x, (1, 400)) if x.ndim == 2 else x for x in arguments], 1)
         return function
 
     return add
@@ -351,36 +355,3 @@ def _added(x: Any, a: Any, b: Any) -> Any:
     x = split(x * 2, 1, 8)
     y = x @ a + (x + 1) @ b  # here
     return jnp.tanh(y)
-
-
-_MOVED = (
-    "_cut", "_thinned", "_row", "_padded", "_reversed", "_repeated", "_joined", "_rolled",
-)  # fmt: skip
-
-# The programs that execute what a file of rules says.
-ABOUT = {
-    "axis_rows": _MOVED,
-    "contraction": ("_in_a_ring", "_product"),
-    "control": ("_in_a_loop", "_accumulated"),
-    "cumulative": ("_scanned",),
-    "dynamic_slice": (
-        "_window_at", "_window_beyond", "_window_of_all", "_written_at", "_rotated", "_shifted",
-        "_rotated_in",
-    ),
-    "indexing": ("_looked_up", "_added_at"),
-    "layout": ("_mixed", "_counted"),
-    "painting": _MOVED,
-    "reduction": ("_sum", "_prod", "_max", "_min_of_integers", "_all", "_argmax"),
-    "row_map": _MOVED,
-    "scatter": ("_added_at",),
-    "sort": ("_sorted", "_sorted_with", "_sorted_integers", "_best"),
-    "window": ("_convolution", "_dilated"),
-    "window_reduce": ("_pooled",),
-}  # fmt: skip
-
-
-def about(file: str) -> list[Program]:
-    """All programs; those in which a mutant of a file should show come first."""
-    stem = file.rpartition("/")[2].removesuffix(".py")
-    names = ABOUT.get(stem, ()) if file.startswith("gshard/rules/") else ()
-    return sorted(PROGRAMS, key=lambda program: program.name not in names)

@@ -108,14 +108,14 @@ def _named(mutations: Sequence[Mutation], folder: Path) -> str:
     tried = [(m.name, found[m.key]) for m in mutations if m.key in found]
     if not tried:
         return "Not measured yet: `python -m tools.mutants --prove` does."
-    shown = [(name, line) for name, line in tried if line["shown"]]
+    shown = [(name, line) for name, line in tried if line["named"] or line["refuted"]]
     missed = [f"`{name}`" for name, line in shown if not line["named"]]
     named = len(shown) - len(missed)
     rest = f" Another line is named for {', '.join(missed)}." if missed else ""
     return (
         f"{len(tried)} were tried. {len(shown)} are refuted in one of the programs of "
-        f"`tools/mutants/programs.py` from shapes alone, and the line of {named} is named, "
-        f"{100 * named / max(len(shown), 1):.1f}% (`python -m tools.mutants --prove`).{rest}"
+        f"`tools/mutants/programs.py` and `drawn.py` from shapes alone, and the line of {named} is "
+        f"named, {100 * named / max(len(shown), 1):.1f}% (`python -m tools.mutants --prove`).{rest}"
     )
 
 

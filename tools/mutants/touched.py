@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tools.mutants.blocks import Blocks, load
 from tools.mutants.mutations import Mutation
@@ -72,7 +71,7 @@ def record(root: Path, folder: Path, jobs: int, say: Callable[[str], None]) -> N
     All are, if one is new and the partitioner has changed: its blocks have other numbers then.
     """
     store, kept = folder / "touched.jsonl", folder / "sources.json"
-    done = {json.loads(line)["file"] for line in _lines(store)}
+    done = {json.loads(line)["file"] for line in lines_of(store)}
     todo = [file for file in test_files(root) if file not in done]
     if not todo:
         return
@@ -85,24 +84,17 @@ def record(root: Path, folder: Path, jobs: int, say: Callable[[str], None]) -> N
     kept.write_text(json.dumps([blocks.spans, sources]))
     load(root, blocks.codes, blocks.hit)
 
-    def note() -> dict[str, Any]:
-        mask = bytearray(len(blocks.spans) // 8 + 1)
-        for number in blocks.hit:
-            mask[number // 8] |= 1 << number % 8
-        blocks.hit.clear()
-        return {"blocks": mask[::-1].hex()}
-
     def run_all(session: Session) -> None:
         def work(file: str) -> Work:
             tests = [name for name in session.items if name.split("::")[0] == file]
-            return lambda out: print(session.run(tests, out, note, stop=False))
+            return lambda out: print(session.run(tests, out, blocks.note, stop=False))
 
         keep((file, work(file)) for file in todo if file not in STARTING)
 
     def apart(file: str) -> Work:
         def run_it(out: Path) -> None:
             def then(session: Session) -> None:
-                session.run(list(session.items), out, note, stop=False)
+                session.run(list(session.items), out, blocks.note, stop=False)
 
             collect([file], then)
 
@@ -128,7 +120,7 @@ class Recorded:
         self._spans: list[tuple[str, int, int]] = [tuple(span) for span in spans]
         self.tests = [
             Test(test["test"], test["seconds"], int(test["blocks"], 16))
-            for line in _lines(folder / "touched.jsonl")
+            for line in lines_of(folder / "touched.jsonl")
             for test in json.loads(line)["tests"]
         ]
 
@@ -156,5 +148,6 @@ class Recorded:
         return [min(around)[1]] if around else [n for n, _, _ in mine]
 
 
-def _lines(store: Path) -> Sequence[str]:
+def lines_of(store: Path) -> Sequence[str]:
+    """The lines of a file, which need not be there yet."""
     return store.read_text().splitlines() if store.exists() else ()

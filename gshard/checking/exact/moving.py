@@ -110,6 +110,36 @@ def _moves(count: int | None) -> Callable[..., list[Value]]:
     return operator
 
 
+def _window(eqn: JaxprEqn, sizes: Sequence[int], starts: Sequence[np.ndarray]) -> Any:
+    """An index of each device's window, which is moved into the array as XLA should do it: some
+    releases of XLA forget to when they simplify a program."""
+    shape, count = eqn.invars[0].aval.shape, max(map(len, starts), default=1)
+    rows = zip(starts, shape, sizes, strict=True)
+    first = [np.clip(start.astype(np.int64), 0, n - size) for start, n, size in rows]
+    if count == 1:  # a view
+        ends = [(int(s[0]), int(s[0]) + size) for s, size in zip(first, sizes, strict=True)]
+        return (slice(None), *(slice(*each) for each in ends))
+    own, *grid = np.ix_(np.arange(count), *map(np.arange, sizes))
+    wide = [start.reshape(-1, *(1,) * len(shape)) for start in first]
+    return (own, *map(np.add, wide, grid))
+
+
+def _slice_at(eqn: JaxprEqn, a: Value, *starts: np.ndarray) -> Value:
+    a, index = alike([a, *starts])[0], _window(eqn, eqn.params["slice_sizes"], starts)
+    return at(a, index)
+
+
+def _update_at(eqn: JaxprEqn, a: Value, new: Value, *starts: np.ndarray) -> Value:
+    index = _window(eqn, eqn.invars[1].aval.shape, starts)
+
+    def put(both: Sequence[np.ndarray]) -> np.ndarray:
+        out = np.array(both[0])
+        out[index] = both[1]
+        return out
+
+    return joined(put, alike([a, new, *starts])[:2])
+
+
 def _numbered(shape: Sequence[int], start: int = 0) -> np.ndarray:
     return np.arange(start, start + math.prod(shape), dtype=np.int32).reshape(shape)
 
@@ -267,8 +297,9 @@ MOVING: dict[str, Callable[..., Any]] = {
     "transpose": _view(lambda eqn, a: _reordered(a, eqn.params["permutation"])),
     "rev": _view(lambda eqn, a: np.flip(a, tuple(1 + d for d in eqn.params["dimensions"]))),
     "broadcast_in_dim": _view(_broadcast), "slice": _view(_slice), "concatenate": _concatenate,
-    **{n: _moves(1) for n in ("dynamic_slice", "gather", "split", "unstack", "tile")},
-    **{n: _moves(2) for n in ("dynamic_update_slice", "pad")}, "stack": _moves(None),
+    **{n: _moves(1) for n in ("gather", "split", "unstack", "tile")},
+    "pad": _moves(2), "stack": _moves(None),
+    "dynamic_slice": _slice_at, "dynamic_update_slice": _update_at,
     "scatter": _scatter, "sort": _sort, "top_k": _top_k, "approx_top_k": _top_k,
     "iota": _iota,
 }  # fmt: skip
