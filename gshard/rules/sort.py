@@ -196,7 +196,9 @@ def top_k_ways(
         if split:
             local = here.local_shape(aval.shape)
             found = min(k, local[dim])
-            if found * (itemsize + 4) < local[dim] * itemsize and _from_candidates(eqn):
+            fewer = found * (itemsize + 4) < local[dim] * itemsize
+            # A device without a tile takes no part in the gather, and would have no result.
+            if fewer and not split.idle and _from_candidates(eqn):
                 candidates = math.prod(local) // local[dim] * found * (itemsize + 4)
                 sent = timed(sent_bytes("all_gather", candidates, split.tiles))
                 way = way._replace(sent=sent)

@@ -179,6 +179,17 @@ def test_top_k_does_not_find_padding():
     check(lambda x: lax.top_k(x, 2), x, inputs=[even_split(2, 1, 8)], exact=True)
 
 
+def test_top_k_reaches_devices_without_a_tile():
+    """Copies of the result on devices that hold no part of what is searched."""
+
+    def best(x):
+        values, rows = lax.top_k(gshard.shard(x * 2, np.arange(3)), 3)
+        return values, gshard.split(rows, 0, 4)
+
+    report = gshard.check(best, tied((400,)), devices=8)
+    assert report.ok, report
+
+
 def test_approximate_top_k():
     x = np.random.default_rng(0).permutation(200).astype(np.float32).reshape(2, 100)
     for fn in (lax.approx_max_k, lax.approx_min_k):
