@@ -1,7 +1,9 @@
 """Chromium without a window: open a page as a user would, click in it, and say what is there."""
 
+import contextlib
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -42,13 +44,17 @@ _HELPERS = """
 """
 
 
-def open_page(path, folder, size=(1200, 1000)):
-    """The document at a path or address as the browser has it in the end, and its console."""
+def _browser():
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
+    return program
+
+
+def open_page(path, folder, size=(1200, 1000)):
+    """The document at a path or address as the browser has it in the end, and its console."""
     address = path if str(path).startswith("http") else Path(path).as_uri()
-    command = [program, *FLAGS.split(), f"--user-data-dir={folder / 'profile'}"]
+    command = [_browser(), *FLAGS.split(), f"--user-data-dir={folder / 'profile'}"]
     command += [f"--window-size={size[0]},{size[1]}", "--dump-dom", address]
     done = subprocess.run(command, capture_output=True, timeout=100, check=True)
     log = done.stderr.decode("utf-8", "replace")
@@ -83,3 +89,87 @@ def act(path, folder, script, width=None):
     answer = json.loads(html.unescape(said[1]))
     assert answer["errors"] == []
     return answer["result"]
+
+
+class Tab:
+    """A page in a browser that is driven by DevTools' protocol: real clicks, any script."""
+
+    def __init__(self, wire, answers):
+        self._wire, self._answers, self._sent, self.said = wire, answers, 0, []
+        self._session, self._is_loaded = {}, False
+        (page,) = (t for t in self._ask("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        asked = {"targetId": page["targetId"], "flatten": True}
+        self._session = {"sessionId": self._ask("Target.attachToTarget", **asked)["sessionId"]}
+        self._ask("Log.enable")
+        self._ask("Page.enable")
+
+    def open(self, address):
+        """Go there, and wait until all is loaded."""
+        self._is_loaded = False
+        self._ask("Page.navigate", url=address)
+        while not self._is_loaded:
+            self._heard()
+
+    def _ask(self, method, **given):
+        self._sent += 1
+        asked = {"id": self._sent, "method": method, "params": given, **self._session}
+        self._wire.write(json.dumps(asked).encode() + b"\0")
+        while (heard := self._heard()).get("id") != self._sent:
+            pass
+        assert "error" not in heard, heard
+        return heard["result"]
+
+    def _heard(self):
+        text = b""
+        while (byte := self._answers.read(1)) not in (b"\0", b""):
+            text += byte
+        heard = json.loads(text)
+        self._is_loaded |= heard.get("method") == "Page.loadEventFired"
+        if heard.get("method") == "Log.entryAdded":
+            self.said.append(heard["params"]["entry"]["text"])
+        return heard
+
+    def result(self, script):
+        """What an expression is; of a promise, what it resolves to."""
+        given = {"expression": script, "awaitPromise": True, "returnByValue": True}
+        found = self._ask("Runtime.evaluate", **given)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def until(self, script):
+        """The value of an expression, as soon as it is neither false nor empty."""
+        wait = f"new Promise(done => {{ const look = () => {{ const found = {script}; "
+        return self.result(f"{wait} found ? done(found) : setTimeout(look, 20) }}; look(); }})")
+
+    def click(self, selector):
+        """Press the mouse where the element is."""
+        where = self.result(
+            f"(() => {{ const one = document.querySelector({json.dumps(selector)}); "
+            "one.scrollIntoView(); const at = one.getBoundingClientRect(); "
+            "return {x: at.x + at.width / 2, y: at.y + at.height / 2} })()"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            given = {"type": kind, "button": "left", "clickCount": 1, **where}
+            self._ask("Input.dispatchMouseEvent", **given)
+
+
+@contextlib.contextmanager
+def driven(address, folder):
+    """A `Tab` with the page at an address."""
+    (here, send), (hear, there) = os.pipe(), os.pipe()
+    flags = [flag for flag in FLAGS.split() if "virtual-time" not in flag]
+    command = [_browser(), *flags, f"--user-data-dir={folder / 'profile'}", "about:blank"]
+    command[1:1] = ["--remote-debugging-pipe"]
+    shell = ["bash", "-c", f'exec "$@" 3<&{here} 4>&{there}', "bash"]
+    browser = subprocess.Popen(
+        [*shell, *command], pass_fds=(here, there), stderr=subprocess.DEVNULL
+    )
+    os.close(here)
+    os.close(there)
+    with browser, os.fdopen(send, "wb", 0) as wire, os.fdopen(hear, "rb") as answers:
+        try:
+            tab = Tab(wire, answers)
+            tab.open(address)
+            yield tab
+        finally:
+            browser.terminate()

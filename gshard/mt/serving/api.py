@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from gshard.mt.batching.tokenizer import Task
 from gshard.mt.decoding.detect import Detector
 from gshard.mt.decoding.texts import Hypothesis, choose_target
 from gshard.mt.errors import UserError
-from gshard.mt.serving import documents, requests
+from gshard.mt.serving import documents, files, requests
 from gshard.mt.serving.observing import Metrics, note
 from gshard.mt.serving.service import PIECES, RefusedError, Service
 from gshard.mt.serving.settings import ApiKeys, Key, Settings
@@ -119,21 +119,27 @@ class Api:
         return self._events(await self._asked(request, given))
 
     async def _translate_file(self, request: Request) -> Response:
-        sent = await requests.read_object(request, 16 * self._settings.characters)
-        given = requests.read(requests.FILE, sent)
-        suffix, text = given.pop("file")
-        kind = documents.FILES[suffix]
-        asked = await self._asked(request, {**given, "q": text, "format": kind, "alternatives": 0})
+        most = max(files.LARGEST, 16 * self._settings.characters)
+        given = requests.read(requests.FILE, await requests.read_object(request, most))
+        self._key(request, given["api_key"])  # nothing is unpacked for others
+        suffix, data = given.pop("file")
+        try:
+            file = await asyncio.to_thread(files.opened, suffix, data)
+        except ValueError as error:
+            raise RefusedError(400, f"the file is {error}") from None
+        question = {**given, "q": file.text, "format": file.kind, "alternatives": 0}
+        asked = await self._asked(request, question)
         found = await requests.answered(request, self._submit(asked))
         name = f"{secrets.token_urlsafe(16)}{suffix}"
-        await asyncio.to_thread(self._keep, name, asked.answer(found)["translatedText"])
+        text = asked.answer(found)["translatedText"]
+        await asyncio.to_thread(self._keep, name, file.written, text)
         return JSONResponse({"translatedFileUrl": str(request.url_for("download", name=name))})
 
-    def _keep(self, name: str, text: str) -> None:
+    def _keep(self, name: str, written: Callable[[str], bytes], text: str) -> None:
         """Write a translated file, and remove those whose time is over."""
         now, path = time.monotonic(), self._files / name
         self._files.mkdir(mode=0o700, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(written(text))
         self._made.append((now, path))
         while self._made[0][0] < now - _KEPT or len(self._made) > _MOST_FILES:
             self._made.pop(0)[1].unlink(missing_ok=True)
@@ -146,7 +152,8 @@ class Api:
                 404, "there is no such file, or not any more: it is kept for an hour"
             )
         headers = {"Content-Disposition": f'attachment; filename="translated{path.suffix}"'}
-        return Response(path.read_bytes(), headers=headers, media_type="text/plain; charset=utf-8")
+        kind = "text/plain; charset=utf-8" if path.suffix in files.PLAIN else "application/zip"
+        return Response(path.read_bytes(), headers=headers, media_type=kind)
 
     async def _asked(self, request: Request, given: dict[str, Any]) -> Asked:
         texts = given["q"] if isinstance(given["q"], list) else [given["q"]]
@@ -208,6 +215,16 @@ class Api:
 
     def _admit(self, request: Request, given: str, texts: int) -> Key:
         """The key of a request, if it may be answered now."""
+        key = self._key(request, given)
+        if seconds := self._keys.wait(key, texts):
+            raise RefusedError(
+                429,
+                f"{key.per_minute:,} texts per minute are allowed; try again in {seconds} s",
+                retry_after=seconds,
+            )
+        return key
+
+    def _key(self, request: Request, given: str) -> Key:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = given or (token.strip() if scheme.lower() == "bearer" else "")
         given = given or request.headers.get("X-API-Key", "")
@@ -217,12 +234,6 @@ class Api:
                 403,
                 f"{'this server has no such api_key' if given else '`api_key` is missing'}: "
                 f"{self._keys.hint}",
-            )
-        if seconds := self._keys.wait(key, texts):
-            raise RefusedError(
-                429,
-                f"{key.per_minute:,} texts per minute are allowed; try again in {seconds} s",
-                retry_after=seconds,
             )
         return key
 
@@ -307,7 +318,7 @@ class Api:
                     "target": {"code": target, "name": language_name(target)},
                 },
                 "suggestions": False,
-                "supportedFilesFormat": list(documents.FILES),
+                "supportedFilesFormat": list(files.SUFFIXES),
             }
         )
 

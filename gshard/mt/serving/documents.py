@@ -65,13 +65,16 @@ class Document:
         """The document with these translations of its sentences, in the language `target`."""
         found = iter(translations)
         said = (
-            self._written(next(found).strip()) if part.is_translated else _kept(part, target)
+            self._written(on_one_line(next(found).strip()))
+            if part.is_translated
+            else _kept(part, target)
             for part in self.parts
         )
         return "".join(said)
 
     def _written(self, translation: str) -> str:
-        return html.escape(translation, quote=False) if self._is_html else translation
+        line = on_one_line(translation)
+        return html.escape(line, quote=False) if self._is_html else line
 
 
 def from_text(text: str, cut: Cut) -> Document:
@@ -86,7 +89,7 @@ def from_html(source: str, cut: Cut) -> Document:
     """HTML, a page or a fragment: everything but runs of text is kept byte for byte."""
     parts: list[Part] = []
     last = 0
-    for start, end in _runs(source):
+    for start, end in runs(source):
         parts.append(Part(source[last:start]))
         parts += _run(source[start:end], cut)
         last = end
@@ -103,7 +106,11 @@ def from_subtitles(source: str, cut: Cut) -> Document:
 
 
 READERS = {"text": from_text, "html": from_html, "subtitles": from_subtitles}
-FILES = {".htm": "html", ".html": "html", ".srt": "subtitles", ".txt": "text"}  # by suffix
+
+
+def on_one_line(text: str) -> str:
+    """Text with spaces in place of its line ends."""
+    return _LINE_ENDS.sub(" ", text)
 
 
 def _kept(part: Part, target: str) -> str:
@@ -134,7 +141,7 @@ def _paragraph(text: str, cut: Cut) -> Iterator[Part]:
 
 def _run(source: str, cut: Cut) -> Iterator[Part]:
     """A run of text in HTML, where a line end is a space like any other."""
-    text = _unescaped(source)
+    text = unescaped(source)
     if not any(c.isalnum() for c in text):
         yield Part(source)
         return
@@ -157,8 +164,8 @@ def _stripped(text: str) -> tuple[str, str, str]:
     return text[:start], inner, text[start + len(inner) :]
 
 
-def _runs(source: str) -> Iterator[tuple[int, int]]:
-    """Where the runs of text to translate are."""
+def runs(source: str, kept: tuple[str, ...] = ()) -> Iterator[tuple[int, int]]:
+    """Where the runs of text to translate are; elements with a name of `kept` have none."""
     skipped: list[str] = []  # the open element that is not translated, and its like
     last = 0
     while markup := _MARKUP.search(source, last):
@@ -173,7 +180,7 @@ def _runs(source: str) -> Iterator[tuple[int, int]]:
             end = re.compile(rf"</{name}(?=[\t\n\f\r />])", re.IGNORECASE).search(source, last)
             last = end.start() if end else len(source)
         elif (
-            (name == skipped[0] if skipped else name in _SKIPPED or _is_kept(attributes))
+            (name == skipped[0] if skipped else name in (*_SKIPPED, *kept) or _is_kept(attributes))
             and name not in _VOID
             and not attributes.endswith("/")
         ):
@@ -185,11 +192,12 @@ def _runs(source: str) -> Iterator[tuple[int, int]]:
 def _is_kept(attributes: str) -> bool:
     """Whether an element says that it is not to be translated."""
     given = {
-        name.lower(): _unescaped(value.strip(value[:1] if value[:1] in "\"'" else ""))
+        name.lower(): unescaped(value.strip(value[:1] if value[:1] in "\"'" else ""))
         for name, value in reversed(re.findall(_ATTRIBUTE, attributes))  # the first one counts
     }
     return given.get("translate") == "no" or "notranslate" in given.get("class", "").split()
 
 
-def _unescaped(text: str) -> str:
+def unescaped(text: str) -> str:
+    """Text with characters in place of its entities."""
     return html.unescape(_HUGE.sub("\ufffd", text))

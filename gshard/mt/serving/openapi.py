@@ -21,7 +21,7 @@ from gshard.pages.template import style
 
 MISSING = (  # of LibreTranslate's API
     "POST /suggest (corrections by users are not stored)",
-    "files of .docx, .odt, .pptx, .epub and .pdf in /translate_file",
+    "files of .pdf in /translate_file",
 )
 
 _ERROR = {"$ref": "#/components/schemas/Error"}
@@ -62,7 +62,7 @@ def document(about: About) -> dict[str, Any]:
                 "post": _post("Translate a file", FILE, _object("translatedFileUrl"), examples)
             },
             "/download_file/{name}": {
-                "get": _get("A translated file, for an hour", _STRING, (NAME,), "text/plain")
+                "get": _get("A translated file, for an hour", _STRING, (NAME,), "*/*")
             },
             "/languages": {"get": _get("All languages", {"type": "array"}, LANGUAGES)},
             "/detect": {

@@ -22,7 +22,7 @@ from starlette.types import Message
 
 from gshard.mt.decoding.texts import well_formed
 from gshard.mt.errors import nearest
-from gshard.mt.serving.documents import FILES
+from gshard.mt.serving import files
 from gshard.mt.serving.service import RefusedError
 
 T = TypeVar("T")
@@ -167,7 +167,10 @@ class Field:
             what = f"a file of {_MULTIPART}" if self.kind == "file" else "text and no file"
             raise RefusedError(400, f"`{self.name}` is {what}")
         if isinstance(given, File):
-            return self._file(given)
+            if given.suffix not in self.values:
+                what = f"the file's name ends with {given.suffix[:20]!r}"
+                raise RefusedError(400, f"{what}; allowed are {', '.join(self.values)}")
+            return given
         if self.kind == "texts":
             if isinstance(given, list) and all(isinstance(text, str) for text in given):
                 return [well_formed(text) for text in given]
@@ -185,16 +188,6 @@ class Field:
                 f"{', '.join(self.values)}",
             )
         return well_formed(given)
-
-    def _file(self, given: File) -> tuple[str, str]:
-        """The suffix and the text of a file."""
-        if given.suffix not in self.values:
-            what = f"the file's name ends with {given.suffix[:20]!r}"
-            raise RefusedError(400, f"{what}; allowed are {', '.join(self.values)}")
-        try:
-            return given.suffix, given.data.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise RefusedError(400, f"the file is no UTF-8: {error}") from None
 
     def _integer(self, given: Any) -> int:
         """Forms have digits."""
@@ -217,7 +210,7 @@ TRANSLATE = (
 )
 STREAM = (Q_ONE, *TRANSLATE[1:])
 FILE = (
-    Field("file", "file", f"UTF-8; {', '.join(FILES)}", None, tuple(FILES)),
+    Field("file", "file", ", ".join(files.SUFFIXES), None, files.SUFFIXES),
     *TRANSLATE[1:3],
     API_KEY,
 )

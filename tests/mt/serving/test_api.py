@@ -25,8 +25,8 @@ from gshard.mt.decoding.detect import Detector
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.errors import UserError
-from gshard.mt.serving import api, openapi, settings
-from gshard.mt.serving.documents import FILES, from_html, from_text
+from gshard.mt.serving import openapi, settings
+from gshard.mt.serving.documents import from_html, from_text
 from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import Service
 from gshard.mt.serving.settings import LOCAL, Key, Settings
@@ -125,74 +125,6 @@ def test_forms(server, translator):
 
 
 GOOD = {"q": "a", "source": "en", "target": "de"}
-
-
-def send_file(server, name, data, **given):
-    """What `curl -F file=@NAME` sends."""
-    parts = b"".join(
-        b'--part\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n' % part
-        for part in (
-            (b"file", b'; filename="%s"' % name.encode(), data),
-            *((n.encode(), b"", v.encode()) for n, v in given.items()),
-        )
-    )
-    request = urllib.request.Request(
-        f"http://{LOCAL}:{server.port}/translate_file",
-        parts + b"--part--\r\n",
-        {"Content-Type": "multipart/form-data; boundary=part"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=240) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-
-
-def test_files(server, translator):
-    cue = f"1\n00:00:01,000 --> 00:00:02,500\n{sentence(4)}\n\n2\n00:00:03 --> 00:00:04\n...\n"
-    said = best(translator, sentence(4), "de")
-    files = {
-        "A.TXT": (f"{sentence(5)}\n\n{sentence(6)}\n", None),
-        "a.html": (f"<p>{sentence(7)}</p>", None),
-        "a.srt": (cue, cue.replace(sentence(4), said)),
-    }
-    for name, (text, want) in files.items():
-        read = from_html if name.endswith("html") else from_text
-        status, answer = send_file(server, name, text.encode(), source="en", target="de")
-        assert (status, list(answer)) == (200, ["translatedFileUrl"])
-        with urllib.request.urlopen(answer["translatedFileUrl"], timeout=60) as reply:
-            assert reply.read().decode() == (want or best(translator, text, "de", read))
-            assert "attachment" in reply.headers["Content-Disposition"]
-    assert ask(server, "/frontend/settings")[2]["supportedFilesFormat"] == list(FILES)
-    assert server.access.files.stat().st_mode & 0o777 == 0o700
-    for name in ("../api.py", "..%2Fapi.py", "a.txt", "A" * 22 + ".txt"):
-        assert ask(server, f"/download_file/{name}")[0] == 404
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "given", "message"),
-    [
-        ("a.pdf", b"a", {}, "ends with '.pdf'; allowed are .htm, .html, .srt, .txt"),
-        ("a.txt", b"\xff", {}, "no UTF-8"),
-        ("a.txt", b"a" * 1001, {}, "1,000 are allowed"),
-        ("a.txt", b"a", {"target": "xx"}, "does not translate into 'xx'"),
-    ],
-)
-def test_files_that_are_refused(server, name, data, given, message):
-    status, answer = send_file(server, name, data, **{"source": "en", "target": "de", **given})
-    assert (status in (400, 413), message in answer["error"]) == (True, True)
-
-
-def test_translated_files_are_removed(service, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with serving(service, OPEN) as server:
-        first = send_file(server, "a.txt", b"a", source="en", target="de")[1]["translatedFileUrl"]
-        now[0] = 3601.0
-        second = send_file(server, "a.txt", b"a", source="en", target="de")[1]["translatedFileUrl"]
-        kept = {path.name for path in server.access.files.iterdir()}
-        assert kept == {second.rpartition("/")[2]} != {first.rpartition("/")[2]}
-    assert not server.access.files.exists()
 
 
 @pytest.mark.parametrize(
