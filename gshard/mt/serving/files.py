@@ -1,6 +1,6 @@
 """Files to translate: text, HTML, subtitles, and ZIP archives whose XML parts have the text.
 
-Of an archive (an office document, a book) the text is lines, one for each run, and `written` puts
+The text of an archive (an office document, a book) is lines, one for each run, and `written` puts
 translated lines in their places: what is around them, formatting too, stays byte for byte. Word
 processors cut a sentence into runs where its spelling was checked or it was edited; neighbours of
 equal formatting are one line. XML is never parsed: entities and addresses in it do nothing.
@@ -34,7 +34,7 @@ Run = tuple[int, int, bool]  # from, to, and whether it is of the same line as t
 
 
 def _word_runs(source: str) -> Iterator[Run]:
-    """Of .docx and .pptx: elements of text, each in a run with formatting."""
+    """In .docx and .pptx: elements of text, each in a run with formatting."""
     last, before = 0, None
     for found in _WORD.finditer(source):
         between = source[last : found.start()]
@@ -47,7 +47,7 @@ def _word_runs(source: str) -> Iterator[Run]:
 
 
 def _marked_runs(source: str) -> Iterator[Run]:
-    """Of .odt and .epub: text between tags, as in HTML."""
+    """In .odt and .epub: text between tags, as in HTML."""
     body = max(source.find("<office:body"), 0)
     for start, end in documents.runs(source[body:], _NOTES):
         if any(c.isalnum() for c in source[body + start : body + end]):
