@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from jax.extend.core import Literal
 
+from gshard.autosharding.budget import Clock
 from gshard.autosharding.cost import NONE, Spec, specs_of
 from gshard.autosharding.cost.strategies import PICO, primitive_of
 from gshard.autosharding.evaluate import Deviation, Deviations, Evaluator, ModelAnswer
@@ -68,21 +69,22 @@ class AnnotationSearch:
     evaluator: Evaluator
     choice: ModelAnswer
 
-    def few(self, seconds: float) -> Iterator[Layout]:
+    def few(self, clock: Clock) -> Iterator[Layout]:
         """Layouts with few annotations from which propagation finds nearly all of the answer: the
         arguments that are split, and tensors where it would deviate at a cost. None where they were
-        not found in so many seconds of work.
+        not found in time, of which one layout needs a part.
 
         The second one annotates products too that a lowered program may compute otherwise than the
         model. Where lowering takes long, it is the only one.
         """
-        chosen = self._chosen(self.evaluator.clock.now() + seconds)
+        one, seconds = self.evaluator.lowering_work, clock.left
+        chosen = self._chosen(clock.part(seconds - one))
         if chosen is None:
             return
         made = {edge.atoms[1][0] for edge in self.evaluator.operators if self._may_sum(edge)}
         sums = {u: 0.0 for u in self._units if u.annotation and not made.isdisjoint(u.variables)}
         both = {**sums, **chosen}
-        if self.evaluator.lowering_work <= seconds / 2 or len(both) == len(chosen):
+        if one <= seconds / 4 or len(both) == len(chosen):
             yield self._layout(chosen)
         if len(both) > len(chosen):
             yield self._layout(both)
@@ -200,13 +202,13 @@ class AnnotationSearch:
                     return True
         return False
 
-    def _chosen(self, until: float) -> dict[SpecGroup, float] | None:
+    def _chosen(self, clock: Clock) -> dict[SpecGroup, float] | None:
         """Units with which propagation finds nearly all of the answer, and what each saves.
 
         A round may make propagation deviate elsewhere, which the next one mends: the best is kept.
         """
         deviations = Deviations(self.choice.model, self.choice.answer)
-        clock, work = self.evaluator.clock, self.evaluator.propagating_work
+        work = self.evaluator.propagating_work
 
         def priced(units: Iterable[SpecGroup]) -> Deviation:
             return deviations.priced(self.evaluator.propagated(self._fixed(units)))
@@ -216,7 +218,7 @@ class AnnotationSearch:
             return found.excess_bytes or (found.seconds - slower * self.choice.cost) * PICO
 
         def more_time() -> bool:
-            return clock.now() + work <= until
+            return clock.left >= work
 
         chosen: dict[SpecGroup, float] = {}
         best = now = priced(())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from gshard.autosharding.annotate import (
     fewest,
     slowest,
 )
-from gshard.autosharding.budget import Budget, Clock, bytes_of
-from gshard.autosharding.cost import MeshShape, specs_of
+from gshard.autosharding.budget import PHASES, WORK, Budget, Clock, bytes_of
+from gshard.autosharding.cost import MeshShape
 from gshard.autosharding.cost.rates import distinct_meshes
 from gshard.autosharding.evaluate import DONATED, Evaluator, ModelAnswer, ModelSolver
 from gshard.autosharding.layers import transferred, without_equal_layers
@@ -36,13 +35,9 @@ from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import Hardware, present
 from gshard.forecast.hardware import hardware as hardware_of
 from gshard.graph.readable import size
-from gshard.propagation.flow import Flow
 
 # The meshes whose answers are lowered.
 _LOWERED_MESHES = 3
-
-# Pairs of strategies of the operators on a mesh, at most; on 2 x 2 x 2 each has up to thousands.
-_MOST_PAIRS = 10_000_000
 
 # At most this many single-annotation layouts of further arguments of one shape.
 _ALIKE = 8
@@ -52,11 +47,8 @@ _ALIKE = 8
 _TIGHTENED = 10
 _LESS = 0.95
 
-# The share of the time given that is counted as work: a machine may be slower by the rest of it.
-_COUNTED = 0.75
-
-_LOWERING = 0.5  # share of the real time in which no further mesh is solved
-_LEAST_SOLVING = 10.0  # seconds for the first mesh, where the time given is too little
+# Seconds for the first mesh where nothing fits in memory yet, if the time given is too little.
+_LEAST_SOLVING = 10.0
 
 # Keywords of `gshard.jit` that have the same meaning for a part of a function's arguments.
 _MOVABLE = {*DONATED, "memory_limit", "strict", "reproducible"}
@@ -87,12 +79,12 @@ def auto(
     machine = present() if hardware is None else hardware_of(hardware)
     limit = machine.memory if memory is None else bytes_of(memory)
     machine = machine.replace(memory=limit)
+    clock = Clock(seconds, counted=True)
     subject = TracedProgram.of(fn, args, count, machine)
     numbers, found, errors = subject.stage_numbers, list[Layout](), list[TooLargeError]()
     for number in numbers or [0]:  # of stages, each with a part of the time
         own = TracedProgram.of(fn, args, count, machine, number) if number else subject
-        share = seconds / max(len(numbers), 1)
-        clock = Clock(share, _COUNTED * share)
+        clock = Clock(seconds / len(numbers), counted=True) if number else clock
         try:
             found.append(_chosen(Evaluator(own, machine, limit, keywords, clock)))
         except TooLargeError as error:
@@ -112,6 +104,7 @@ class TooLargeError(ValueError):
 
 def _chosen(evaluator: Evaluator) -> Layout:
     """The best layout of a program."""
+    evaluator.clock.charge(WORK.tracing * evaluator.equations)
     movable = evaluator.keywords.keys() <= _MOVABLE and evaluator.subject.devices > 1
     if movable and (short := without_equal_layers(evaluator.subject)) is not None:
         return _chosen_for_one_layer(evaluator, *short)
@@ -159,39 +152,40 @@ class _Chooser:
     def __post_init__(self) -> None:
         self.subject, self.machine = self.evaluator.subject, self.evaluator.machine
         self.limit, self.clock = self.evaluator.limit, self.evaluator.clock
-        self.budget, self.guard = Budget(self.clock), self.clock.guard_left
-        donates = self.evaluator.donates
-        self.model = ModelSolver(self.subject, self.machine, self.clock, donates)
+        self.budget, self.model = Budget(self.clock), ModelSolver(self.evaluator)
 
     def chosen(self) -> Layout:
         """The best layout."""
-        layouts = self._simplest(self._until("first layouts"))
+        layouts = self._simplest(self.budget.enter("first layouts"))
         limits = dict.fromkeys(self._meshes(), float(self.limit))
         for number in range(_TIGHTENED):
-            self.budget.enter("solving")
-            share = self.budget.seconds("solving")
-            choices = self._choices(limits, share if number == 0 else share / 4)
+            clock = self.budget.enter("solving")
+            if needed := not self._fits(layouts) and clock.left < _LEAST_SOLVING:
+                clock = self._more(_LEAST_SOLVING, "solving")
+            choices = self._choices(limits, clock, needed)
             if number == 0:
                 meshes = dict.fromkeys(c.model.mesh for c in choices)
                 self.looked_at = tuple(meshes) or tuple(limits)[:1]
-            layouts += self._lowered(choices)
+            layouts += self._lowered(choices, layouts, self.budget.enter("annotations"))
             if number == 0:
-                layouts += self._simple()
+                layouts += self._simple(self.budget.enter("single annotations"))
             if not self._fits(layouts):
-                layouts += self._simplest(lambda: True)
+                layouts += self._simplest(None)
             fitting = [a for a in layouts if a.memory_bytes <= self.limit]
             if fitting:
                 return self._finished(fitting)
             limits = self._tightened(limits, choices[:_LOWERED_MESHES], layouts)
             if not limits:
                 break
-            self.clock.extend(_LEAST_SOLVING * (len(limits) + 1))
+            self._more(_LEAST_SOLVING * (len(limits) + 1), "solving")
         least = min(layouts, key=lambda a: a.memory_bytes)
-        raise too_large(least, self.evaluator, self.bound())
+        raise too_large(least, self.evaluator, self._bound(self.budget.enter("bound")))
 
-    def bound(self) -> float:
-        """A bound for all layouts over the meshes that were looked at."""
-        return self._bound(self.looked_at, self.budget.seconds("bound"))
+    def _more(self, seconds: float, phase: str) -> Clock:
+        """Begin a phase again, with more time for all: nothing that fits was found."""
+        self.clock.extend(seconds / PHASES[phase])
+        self.budget.restart()
+        return self.budget.enter(phase)
 
     def _tightened(
         self,
@@ -214,15 +208,13 @@ class _Chooser:
 
     def _finished(self, fitting: Sequence[Layout]) -> Layout:
         """The best of these with a bound, and without the annotations that it does not need."""
-        self.clock.extend(self.budget.reserved)  # what a busy machine took of it
-        self.budget.enter("bound")
-        bound = self.bound()
-        more = self._until("single changes")
+        bound = self._bound(self.budget.enter("bound"))
+        more = self._more_time(self.budget.enter("single changes"))
         fitting = [*fitting, *coordinate_descent(best_of(fitting), self.evaluator, more)]
-        self.budget.enter("removal")
+        more = self._more_time(self.budget.enter("removal"))
         most = slowest(min(a.seconds for a in fitting), bound)
         near = [layout for layout in fitting if layout.seconds <= most]
-        best = fewest(best_of(near), most, self.evaluator, self._can_lower)
+        best = fewest(best_of(near), most, self.evaluator, more)
         gap = min(1.0, max(self.gaps, default=1.0))
         looked_at, phases = self.looked_at, self.budget.report()
         return dataclasses.replace(
@@ -230,40 +222,28 @@ class _Chooser:
         )
 
     def _meshes(self) -> list[MeshShape]:
-        """The meshes to look at: first those of few axes, then those along the nodes of the
-        hardware. Beyond the first, only those whose problems can be solved in about a minute."""
-        flow = Flow(self.subject.flat.jaxpr, self.subject.devices)
-        shapes = Counter(
-            max((a.aval.shape for side in edge.atoms for a in side), key=len, default=())
-            for edge in flow.edges
-        )
+        """The meshes to look at: those of few axes first, then those along the nodes of the
+        hardware."""
         node = self.machine.network.devices_per_node
-
-        def pairs(mesh: MeshShape) -> int:
-            return sum(n * len(specs_of(s, mesh)) ** 2 for s, n in shapes.items())
-
         found = distinct_meshes(self.machine, self.subject.devices)
-        found.sort(key=lambda m: (len(m), abs(math.log(m[-1] / node))))
-        return found[:1] + [m for m in found[1:] if pairs(m) <= _MOST_PAIRS]
+        return sorted(found, key=lambda m: (len(m), abs(math.log(m[-1] / node))))
 
-    def _bound(self, meshes: Sequence[MeshShape], seconds: float) -> float:
-        """Seconds that the forecast of no layout over these meshes is below."""
-        until, least = self.clock.now() + seconds, math.inf
+    def _bound(self, clock: Clock) -> float:
+        """Seconds that the forecast of no layout over the meshes that were looked at is below."""
+        least, meshes = math.inf, sorted(self.looked_at, key=self.model.building_work)
         for done, mesh in enumerate(meshes):
-            share = (until - self.clock.now()) / (len(meshes) - done)
+            share = clock.part(clock.left / (len(meshes) - done))
             least = min(least, self.model.bound(mesh, self.limit, share))
         return least if math.isfinite(least) else 0.0
 
-    def _choices(self, limits: Mapping[MeshShape, float], seconds: float) -> list[ModelAnswer]:
+    def _choices(
+        self, limits: Mapping[MeshShape, float], clock: Clock, needed: bool
+    ) -> list[ModelAnswer]:
         """The likely model's answers on as many meshes as time allows, the cheapest first."""
-        until = self.clock.now() + seconds
         found: list[ModelAnswer] = []
         for done, (mesh, limit) in enumerate(limits.items()):
-            share = (until - self.clock.now()) / (len(limits) - done)
-            if found and (share <= 0 or self.clock.guard_left < _LOWERING * self.guard):
-                break
-            least = 0.0 if found else _LEAST_SOLVING
-            choice = self.model.choice(mesh, limit, max(share, least), needed=not found)
+            share = clock.part(clock.left / (len(limits) - done))
+            choice = self.model.choice(mesh, limit, share, needed and not found)
             if choice is not None:
                 found.append(choice)
             elif found:  # those that follow have as many axes, or more
@@ -272,34 +252,25 @@ class _Chooser:
         self.gaps = [choice.gap for choice in found]
         return found
 
-    def _until(self, phase: str) -> Callable[[], bool]:
-        """Enter a phase: whether there is time to lower one more layout in it, and real time for
-        what comes later."""
-        self.budget.enter(phase)
-        until = self.clock.now() + self.budget.seconds(phase)
-        later = self.guard * self.budget.reserved / max(self.budget.total, 1e-9)
+    def _more_time(self, clock: Clock) -> Callable[[], bool]:
+        """Whether a phase has time to lower one more layout."""
+        one = self.evaluator
+        return lambda: clock.left > one.lowering_work and clock.guard_left > one.lowering_seconds
 
-        def more() -> bool:
-            in_time = self._can_lower() and self.clock.guard_left > later
-            return in_time and self.clock.now() + self.evaluator.lowering_work < until
-
-        return more
-
-    def _can_lower(self) -> bool:
-        """Whether there is time to lower one more layout, and for what comes later."""
-        in_time = self.clock.guard_left > self.evaluator.lowering_seconds
-        return in_time and self.clock.left - self.budget.reserved > self.evaluator.lowering_work
-
-    def _lowered(self, choices: Sequence[ModelAnswer]) -> list[Layout]:
+    def _lowered(
+        self, choices: Sequence[ModelAnswer], before: Sequence[Layout], clock: Clock
+    ) -> list[Layout]:
         """The layouts of the best meshes: nearly all of their answers with few annotations, or else
         all of them; then what arguments alone make."""
-        self.budget.enter("annotations")
-        layouts: list[Layout] = []
-        for choice in choices[:_LOWERED_MESHES]:
-            if not self._fits(layouts) or self._can_lower():
-                layouts += self._of_answer(choice)
-        for choice in choices[:_LOWERED_MESHES]:
-            if self._can_lower():
+        more, layouts = self._more_time(clock), list[Layout]()
+        best = choices[:_LOWERED_MESHES]
+        for done, choice in enumerate(best):
+            needed = not self._fits([*before, *layouts])
+            if needed or more():
+                share = clock.part(clock.left / (len(best) - done))
+                layouts += self._of_answer(choice, share, needed)
+        for choice in best:
+            if more():
                 layouts.append(AnnotationSearch(self.evaluator, choice).arguments())
         return layouts
 
@@ -307,17 +278,16 @@ class _Chooser:
         """Whether one of these holds as little as is allowed."""
         return any(layout.memory_bytes <= self.limit for layout in layouts)
 
-    def _of_answer(self, choice: ModelAnswer) -> list[Layout]:
+    def _of_answer(self, choice: ModelAnswer, clock: Clock, needed: bool) -> list[Layout]:
         """Layouts that are like an answer. One with all annotations only where few do not hold what
         the model promises."""
-        share = self.budget.seconds("annotations") / min(len(self.looked_at), _LOWERED_MESHES)
-        search, found = AnnotationSearch(self.evaluator, choice), list[Layout]()
-        for layout in search.few(share):
+        search, found, more = AnnotationSearch(self.evaluator, choice), [], self._more_time(clock)
+        for layout in search.few(clock):
             found.append(layout)
-            if not self._all_worse_than_model(found, choice) or not self._can_lower():
+            if not self._all_worse_than_model(found, choice) or not more():
                 break
         worse = self._all_worse_than_model(found, choice)
-        if not self._fits(found) or (worse and self._can_lower()):
+        if (needed and not self._fits(found)) or (worse and more()):
             found.append(search.everything())
         return found
 
@@ -326,9 +296,9 @@ class _Chooser:
         most = (1 + TOLERANCE) * choice.cost
         return not any(a.seconds <= most and a.memory_bytes <= self.limit for a in layouts)
 
-    def _simplest(self, more: Callable[[], bool]) -> list[Layout]:
-        """The layouts that people try first, as far as there is time: nothing split, the batch, the
-        batch and the states. What is not a state is taken for the batch.
+    def _simplest(self, clock: Clock | None) -> list[Layout]:
+        """The layouts that people try first, as far as a clock has time: nothing split, the batch,
+        the batch and the states. What is not a state is taken for the batch.
 
         They come before the solver, which would leave them no time, unless lowering takes long.
         """
@@ -340,9 +310,9 @@ class _Chooser:
             for p, s in paths
             if p in states and any(_rows(s, d, count) for d in range(len(s)))
         )
-        return self._tried([(), batch, batch + state], more)
+        return self._tried([(), batch, batch + state], clock)
 
-    def _simple(self) -> list[Layout]:
+    def _simple(self, clock: Clock) -> list[Layout]:
         """Layouts with a single annotation, as far as time allows: the model may misjudge them.
 
         The arguments of the most bytes come first; propagation completes them to layouts.
@@ -355,15 +325,15 @@ class _Chooser:
             dims = [d for d in range(len(shape)) if _rows(shape, d, count)]
             (alike if shape in seen else found).extend((_split(path, shape, d),) for d in dims)
             seen.add(shape)
-        return self._tried(found + alike[:_ALIKE], self._until("single annotations"))
+        return self._tried(found + alike[:_ALIKE], clock)
 
     def _tried(
-        self, annotations: Sequence[tuple[Annotated, ...]], more: Callable[[], bool]
+        self, annotations: Sequence[tuple[Annotated, ...]], clock: Clock | None
     ) -> list[Layout]:
         """Layouts with these annotations that were not lowered before, as far as there is time."""
         found = []
         for chosen in annotations:
-            if chosen not in self.tried and more():
+            if chosen not in self.tried and (clock is None or self._more_time(clock)()):
                 self.tried.add(chosen)
                 found.append(self.evaluator.evaluate((self.subject.devices,), chosen))
         return found

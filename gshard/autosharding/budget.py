@@ -16,8 +16,8 @@ from typing import NamedTuple
 PROGRESS = logging.getLogger("gshard.auto")  # a line for each phase as it begins
 
 # Where work is counted: the seconds of processor time and of wall time that may pass for each
-# second that was given.
-_PROCESSOR, _WALL = 1.5, 10.0
+# second that was given; and seconds of processor time in any case, to end anything small.
+_PROCESSOR, _WALL, _LEAST_PROCESSOR = 1.2, 10.0, 10.0
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -38,44 +38,52 @@ def bytes_of(memory: str | int) -> int:
 
 
 class Clock:
-    """Time that passes as work is done (`counted`, the seconds of work that may be done), or as it
-    does on the wall."""
+    """Time that passes as work is done (`counted`), or as it does on the wall.
 
-    def __init__(self, seconds: float, counted: float | None = None) -> None:
-        self.counted = counted
-        self.done = 0.0
-        self.wall = time.monotonic() + (seconds if counted is None else _WALL * seconds)
-        self.processor = time.process_time() + _PROCESSOR * seconds
+    A `part` of a clock has some of its time: work that is charged to it is charged to all of it.
+    """
+
+    def __init__(self, seconds: float, counted: bool = False, whole: Clock | None = None) -> None:
+        self.whole: Clock = self if whole is None else whole.whole
+        if whole is None:
+            self.counted, self.done = counted, 0.0
+            self.wall = time.monotonic() + (_WALL * seconds if counted else seconds)
+            processor = max(_PROCESSOR * seconds, _LEAST_PROCESSOR)
+            self.processor = time.process_time() + (processor if counted else math.inf)
+        self.end = self._now() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds that are left, of work where that is counted."""
-        return self.guard_left if self.counted is None else self.counted - self.now()
+        """Seconds that are left, of work where that is counted; none where real time is over."""
+        left = self.end - self._now()
+        return left if self.guard_left > 0 else min(left, 0.0)
 
     @property
     def guard_left(self) -> float:
         """Seconds until work has to end whatever is done by then, of processor time where work is
         counted."""
-        wall = self.wall - time.monotonic()
-        return wall if self.counted is None else min(wall, self.processor - time.process_time())
+        whole = self.whole
+        return min(whole.wall - time.monotonic(), whole.processor - time.process_time())
 
-    def now(self) -> float:
-        """What to measure durations by; infinite when counted work has run out of real time."""
-        if self.counted is None:
-            return time.monotonic()
-        return self.done if self.guard_left > 0 else math.inf
+    def part(self, seconds: float) -> Clock:
+        """A clock with so many of the seconds that are left."""
+        return Clock(min(seconds, self.left), whole=self)
 
     def charge(self, seconds: float) -> None:
         """Count work."""
-        self.done += seconds
+        self.whole.done += seconds
 
     def extend(self, seconds: float) -> None:
-        """Have at least so many seconds of real time from now on."""
+        """Have at least so many seconds from now on."""
+        self.end = max(self.end, self._now() + seconds)
         self.wall = max(self.wall, time.monotonic() + seconds)
-        self.processor = max(self.processor, time.process_time() + seconds)
+        self.processor = max(self.processor, time.process_time() + _PROCESSOR * seconds)
+
+    def _now(self) -> float:
+        return self.whole.done if self.whole.counted else time.monotonic()
 
 
-# The phases of a search in their order, and the share of the counted work that each may take.
+# The phases of a search in their order, and the share of the work that each may take.
 PHASES = {
     "first layouts": 0.12,  # nothing split, the batch, the batch and the states
     "solving": 0.23,  # the model, for as many meshes as there is time
@@ -85,71 +93,68 @@ PHASES = {
     "single changes": 0.05,  # the sharding of one argument after the other
     "removal": 0.05,  # annotations that make little difference
 }
-_LAST = ("bound", "single changes", "removal")  # for which the phases before leave time
 
 
 class Budget:
-    """The phases of a search: what each may take, what it took, and what later ones need."""
+    """The phases of a search: what each may take, and what it took.
+
+    A phase ends when it and those before it have taken their shares: it has what they left, and
+    lacks what they took too much.
+    """
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.total = clock, clock.left
-        self.spent = dict.fromkeys(PHASES, 0.0)
-        self.phase, self.began = next(iter(PHASES)), clock.done
-        self.ended: dict[str, None] = {}  # the phases that are over
-        self._tell()
+        self.clock, self.spent = clock, dict.fromkeys(PHASES, 0.0)
+        self.given, self.phase, self.began = clock.left, "", 0.0
+        self.restart()
 
-    def share(self, phase: str) -> float:
-        """Seconds of work that are set aside for a phase."""
-        return PHASES[phase] * self.total
+    def restart(self) -> None:
+        """Begin again with the time that the clock has now."""
+        self._leave()
+        self.total, self.start = self.clock.left, self.began
 
-    def seconds(self, phase: str) -> float:
-        """Seconds of work that a phase may take: its own, and what the phases before have left."""
-        left = sum(self.share(name) - self.spent[name] for name in self.ended if name != phase)
-        return self.share(phase) + max(0.0, left)
+    def enter(self, phase: str) -> Clock:
+        """Begin a phase, which has this clock; the one before it ends."""
+        self._leave()
+        names = list(PHASES)
+        number, done = names.index(phase) + 1, self.began - self.start
+        if self.phase != phase:
+            PROGRESS.info(
+                "%s (phase %d of %d, %.0f of %.0f s of work done)",
+                *(phase, number, len(names), done, self.total),
+            )
+        self.phase = phase
+        return self.clock.part(self.total * sum(list(PHASES.values())[:number]) - done)
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase; the one before it ends."""
-        self.spent[self.phase] += self.clock.done - self.began
-        self.ended[self.phase] = None
-        before, self.phase, self.began = self.phase, phase, self.clock.done
-        if before != phase:
-            self._tell()
-
-    def _tell(self) -> None:
-        number = list(PHASES).index(self.phase) + 1
-        PROGRESS.info(
-            "%s (phase %d of %d, %.0f of %.0f s of work done)",
-            *(self.phase, number, len(PHASES), self.clock.done, self.total),
-        )
-
-    @property
-    def reserved(self) -> float:
-        """Seconds of work that the last phases need after the present one."""
-        numbers = list(PHASES)
-        later = (name for name in _LAST if numbers.index(name) > numbers.index(self.phase))
-        return sum(map(self.share, later))
+    def _leave(self) -> None:
+        now = self.clock.whole.done
+        if self.phase:
+            self.spent[self.phase] += now - self.began
+        self.began = now
 
     def report(self) -> dict[str, tuple[float, float]]:
         """What each phase took, and what it was given."""
-        self.enter(self.phase)
-        return {name: (spent, self.share(name)) for name, spent in self.spent.items()}
+        self._leave()
+        return {name: (took, PHASES[name] * self.given) for name, took in self.spent.items()}
 
 
 class MeasuredWork(NamedTuple):
     """Seconds of work on a core of an ordinary machine, as they were measured there."""
 
-    lowering: float = 1e-3  # an equation of a program that is lowered
-    propagating: float = 2e-4  # an equation of a program that shardings propagate in
-    model_node: float = 1e-4  # a node of a model that is built
-    presolve_node: float = 2.5e-4  # a node of a problem that is presolved
-    presolve_pair: float = 6e-6  # and a pair of strategies that an edge of it allows
+    tracing: float = 6e-4  # an equation of a program that is traced
+    lowering: float = 1.1e-3  # an equation of a program that is lowered
+    propagating: float = 4.5e-4  # an equation of a program that shardings propagate in
+    model_edge: float = 5e-4  # an operator of a model that is built
+    model_pair: float = 4e-6  # and a pair of specs of its largest tensor
+    presolve_node: float = 9e-5  # a node that presolve looks at
+    presolve_entry: float = 4e-9  # and a number that it computes there
     sweep: float = 5e-3  # messages along all edges
     sweep_edge: float = 3e-6  # and along each one
     sweep_pair: float = 1e-8  # and for each pair of strategies
     draw: float = 5e-3  # an answer that is drawn
     pass_edge: float = 2e-5  # an edge of the nodes that a pass optimizes
+    program_entry: float = 5e-7  # an entry of the matrix of a linear program
     iteration: float = 5e-5  # an iteration of the simplex method
-    iteration_entry: float = 1e-9  # and each entry of its matrix
+    iteration_entry: float = 1.5e-9  # and each entry of the matrix
 
 
 WORK = MeasuredWork()

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from gshard.autosharding.layers import transferred
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.layout.annotations import AXES, Annotated, AnnotatedInside, dims_on
 from gshard.autosharding.layout.summary import Considered
-from gshard.autosharding.solver import presolving_work, solve, solve_with_priced_memory
+from gshard.autosharding.solver import solve, solve_with_priced_memory
 from gshard.autosharding.solver.ilp import Result
 from gshard.autosharding.solver.problem import ROUNDING, Floats, Ints, NoAnswerError, Problem
 from gshard.autosharding.traced import TracedProgram
@@ -99,8 +100,12 @@ class Evaluator:
     @functools.cached_property
     def operators(self) -> list[Edge]:
         """The operators of the program, with their factors."""
-        flow = Flow(self.subject.flat.jaxpr, self.subject.devices)
-        return [e for e in flow.edges if e.eqn is not None and e.atoms[1]]
+        return [e for e in self.flow.edges if e.eqn is not None and e.atoms[1]]
+
+    @functools.cached_property
+    def flow(self) -> Flow:
+        """How the shardings of the program's tensors depend on each other."""
+        return Flow(self.subject.flat.jaxpr, self.subject.devices)
 
     def evaluate(
         self,
@@ -205,25 +210,37 @@ class Evaluator:
 class ModelSolver:
     """Solves the models of one program: an answer to make layouts of, and a bound."""
 
-    subject: TracedProgram
-    machine: Hardware
-    clock: Clock
-    donated: bool
+    evaluator: Evaluator
+
+    def building_work(self, mesh: MeshShape) -> float:
+        """Seconds of work to build a model on a mesh."""
+        edges = self.evaluator.flow.edges
+        shapes = Counter(
+            max((a.aval.shape for side in edge.atoms for a in side), key=len, default=())
+            for edge in edges
+        )
+        pairs = sum(count * len(specs_of(shape, mesh)) ** 2 for shape, count in shapes.items())
+        return WORK.model_edge * len(edges) + WORK.model_pair * pairs
 
     def choice(
-        self, mesh: MeshShape, limit: float, seconds: float, needed: bool
+        self, mesh: MeshShape, limit: float, clock: Clock, needed: bool
     ) -> ModelAnswer | None:
-        """The answer of the likely model on a mesh; copies count where they break the limit."""
+        """The answer of the likely model on a mesh; copies count where they break the limit.
+
+        None where there is no time for it, unless it is needed: presolving takes as long as
+        building.
+        """
         paired: set[Any] = set()
         best: tuple[MeshProblem, Result] | None = None
-        flat, returned, repeated = self.subject.flat, self.subject.returned, self.subject.repeated
+        subject, work = self.evaluator.subject, self.building_work(mesh)
         for number in range(2):  # copies count from the second time on
-            given = (limit, returned, paired, self.donated, repeated)
-            model = build(flat, mesh, self.machine, *given)
-            self.clock.charge(WORK.model_node * len(model.problem.costs))
-            if not needed and presolving_work(model.problem) > seconds:
+            if 2 * work > clock.left and not (needed and best is None):
                 break
-            result = self._solved(model.problem, seconds / (1 + number), needed and not number)
+            clock.charge(work)
+            given = (limit, subject.returned, paired, self.evaluator.donates, subject.repeated)
+            model = build(subject.flat, mesh, self.evaluator.machine, *given)
+            share = clock.part(clock.left if number else 2 / 3 * clock.left)
+            result = self._solved(model.problem, share, needed and not number)
             if result.answer is None:
                 break
             best = model, result
@@ -236,29 +253,31 @@ class ModelSolver:
         peak = float(model.problem.memory.profile(best[1].answer).max(initial=0.0))
         return ModelAnswer(result.cost / PICO, model, best[1].answer, peak, result.gap)
 
-    def _solved(self, problem: Problem, seconds: float, needed: bool) -> Result:
+    def _solved(self, problem: Problem, clock: Clock, needed: bool) -> Result:
         """The answer of a model; where none fits and one is needed, one that holds little."""
         result, fits = Result(None, np.inf, -np.inf), True
         try:
-            result = solve(problem, seconds, clock=self.clock)
+            result = solve(problem, clock)
         except NoAnswerError:
             fits = False
         if result.answer is None and (needed or not fits):
-            result = solve_with_priced_memory(problem, seconds, self.clock)
+            result = solve_with_priced_memory(problem, clock)
         return result
 
-    def bound(self, mesh: MeshShape, limit: float, seconds: float) -> float:
+    def bound(self, mesh: MeshShape, limit: float, clock: Clock) -> float:
         """Seconds that the forecast of no layout over a mesh is below; infinite if none fits."""
-        subject = self.subject
-        given = (mesh, self.machine, limit, subject.returned, subject.repeated)
+        subject, work = self.evaluator.subject, self.building_work(mesh)
+        if work > clock.left:
+            return 0.0
+        clock.charge(work)
+        given = (mesh, self.evaluator.machine, limit, subject.returned, subject.repeated)
         problem = build_lower_bound(subject.flat, *given).problem
         # A bound at once: every operator at its cheapest, and nothing moves.
         own = problem.constant + sum(float(c.min(initial=math.inf)) for c in problem.costs)
-        if seconds > 0:
-            try:
-                own = max(own, solve(problem, seconds, clock=self.clock).bound)
-            except NoAnswerError:  # arguments alone do not fit over this mesh
-                return math.inf
+        try:
+            own = max(own, solve(problem, clock).bound)
+        except NoAnswerError:  # arguments alone do not fit over this mesh
+            return math.inf
         return (1 - ROUNDING) * own / PICO
 
 

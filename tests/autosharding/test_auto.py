@@ -137,7 +137,7 @@ def test_without_time_there_is_a_layout():
 def test_what_people_try_first_is_tried_before_the_solver(monkeypatch):
     """A solver that takes all of the time, and finds nothing, does not keep it from being found."""
 
-    def nothing(chooser, limits, seconds):
+    def nothing(chooser, limits, clock, needed):
         chooser.clock.charge(chooser.clock.left)
         return []
 

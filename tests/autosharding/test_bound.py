@@ -29,13 +29,14 @@ def struct(*shape):
 def evaluator_of(fn, args, devices, machine=MACHINE, seconds=60.0, **keywords):
     """What lowers layouts of a program, with so many seconds of work."""
     subject = TracedProgram.of(fn, args, devices)
-    return Evaluator(subject, machine, machine.memory, keywords, Clock(600.0, seconds))
+    return Evaluator(subject, machine, machine.memory, keywords, Clock(seconds, counted=True))
 
 
 def bound_of(fn, args, devices=8, seconds=60.0, meshes=None, machine=MACHINE, **keywords):
     """The bound over some meshes, or all, each solved for its part of these seconds of work."""
     evaluator = evaluator_of(fn, args, devices, machine, seconds, **keywords)
-    return _Chooser(evaluator)._bound(meshes or distinct_meshes(machine, devices), seconds)
+    chooser = _Chooser(evaluator, looked_at=tuple(meshes or distinct_meshes(machine, devices)))
+    return chooser._bound(evaluator.clock)
 
 
 STEPS = {

@@ -41,7 +41,7 @@ def chosen(fn, *args, limit=H100.memory):
     subject = TracedProgram.of(fn, args, 8)
     model = build(subject.flat, MESH, H100, limit, subject.returned)
     result = solve(model.problem)
-    evaluator = Evaluator(subject, H100, limit, {}, Clock(100.0, 100.0))
+    evaluator = Evaluator(subject, H100, limit, {}, Clock(100.0, counted=True))
     peak = float(model.problem.memory.profile(result.answer).max())
     return evaluator, ModelAnswer(result.cost / PICO, model, result.answer, peak)
 

@@ -114,6 +114,8 @@ def explained(layout: Any) -> str:
         ]
     if layout.considered:
         lines += ["considered:", *_considered(layout), *_runner_up(layout)]
+        lines.append("frontier: less memory takes longer")
+        lines += [f"  {size(c.memory_bytes)}: {duration(c.seconds)}" for c in layout.frontier]
     if layout.lowered is not None:
         forecast = layout.lowered.forecast(layout.keywords["hardware"])
         lines += ["limits:", *_binding(layout, forecast)]

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from gshard.autosharding.budget import WORK, Clock
+from gshard.autosharding.budget import Clock
 from gshard.autosharding.solver.ilp import Progress, Result, solve_exactly
 from gshard.autosharding.solver.presolve import presolve
 from gshard.autosharding.solver.problem import Problem
@@ -22,10 +22,7 @@ _PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 def solve(
-    problem: Problem,
-    seconds: float = 60.0,
-    progress: Progress | None = None,
-    clock: Clock | None = None,
+    problem: Problem, clock: Clock | float = 60.0, progress: Progress | None = None
 ) -> Result:
     """The best answer that is found in the time given, and a proven lower bound of all costs.
 
@@ -34,10 +31,8 @@ def solve(
     proof, or `clock` counts work, equal problems have equal answers. Raises `NoAnswerError` where
     nothing fits into memory.
     """
-    clock = Clock(seconds) if clock is None else clock
-    until = clock.now() + seconds
-    smaller = presolve(problem)
-    clock.charge(presolving_work(problem))
+    clock = clock if isinstance(clock, Clock) else Clock(clock)
+    smaller = presolve(problem, clock)
 
     def translated(result: Result) -> Result:
         if result.answer is None:
@@ -49,24 +44,18 @@ def solve(
         if progress is not None:
             progress(translated(result))
 
-    result = translated(_solved(smaller.problem, max(until - clock.now(), 0.1), report, clock))
+    result = translated(_solved(smaller.problem, clock, report))
     if progress is not None:
         progress(result)
     return result
 
 
-def presolving_work(problem: Problem) -> float:
-    """Seconds of work to presolve a problem, before anything is known of its answer."""
-    return WORK.presolve_node * len(problem.costs) + WORK.presolve_pair * problem.pairs
-
-
-def _solved(problem: Problem, seconds: float, report: Progress, clock: Clock) -> Result:
+def _solved(problem: Problem, clock: Clock, report: Progress) -> Result:
     """The answer of a presolved problem."""
-    until = clock.now() + seconds
     exact = Result(None, np.inf, -np.inf)
     share = next((share for pairs, share in _EXACT if problem.pairs <= pairs), 0.0)
     if share > 0:
-        exact = solve_exactly(problem, share * seconds, progress=report, clock=clock)
+        exact = solve_exactly(problem, clock.part(share * clock.left), progress=report)
         if exact.gap <= _PROVED:
             return exact
 
@@ -74,12 +63,10 @@ def _solved(problem: Problem, seconds: float, report: Progress, clock: Clock) ->
         bound = min(max(result.bound, exact.bound), result.cost)
         return dataclasses.replace(result, bound=bound)
 
-    left = max(until - clock.now(), 0.1)
-    found = Search(problem, left, lambda r: report(bounded(r)), clock, exact.answer).run()
-    return bounded(found)
+    return bounded(Search(problem, clock, lambda r: report(bounded(r)), exact.answer).run())
 
 
-def solve_with_priced_memory(problem: Problem, seconds: float, clock: Clock) -> Result:
+def solve_with_priced_memory(problem: Problem, clock: Clock) -> Result:
     """An answer that holds little at the peak, where none within the limit was found.
 
     A price for each byte that is held at the peak takes the place of the limit; it rises until the
@@ -88,7 +75,8 @@ def solve_with_priced_memory(problem: Problem, seconds: float, clock: Clock) -> 
     memory = problem.memory
     free = dataclasses.replace(memory, limit=np.full_like(memory.limit, np.inf))
     priced = dataclasses.replace(problem, memory=free)
-    best = solve(priced, seconds / (len(_PRICES) + 1), clock=clock).answer
+    share = clock.left / (len(_PRICES) + 1)
+    best = solve(priced, clock.part(share)).answer
     for price in _PRICES if best is not None else ():
         assert best is not None
         profile = memory.profile(best)
@@ -100,7 +88,7 @@ def solve_with_priced_memory(problem: Problem, seconds: float, clock: Clock) -> 
             usage = memory.usage[first : memory.first[holding + 1]]
             costs[node] = costs[node] + np.rint(per_byte * usage)
         priced = dataclasses.replace(priced, costs=tuple(costs))
-        best = solve(priced, seconds / (len(_PRICES) + 1), clock=clock).answer
+        best = solve(priced, clock.part(share)).answer
         if best is None or problem.excess(best) <= 0:
             break
     cost = np.inf if best is None else problem.cost(best)

@@ -162,12 +162,12 @@ class Prices:
         pieces = np.split(by_strategy, self.problem.first[1:-1])
         return [c + p for c, p in zip(self.problem.costs, pieces, strict=True)]
 
-    def ascend(self, seconds: float, steps: int, clock: Clock) -> None:
+    def ascend(self, clock: Clock, steps: int) -> None:
         """Improve the bound, and the margins with it."""
-        until, pairs = clock.now() + seconds, self.problem.pairs
+        pairs = self.problem.pairs
         work = WORK.sweep + WORK.sweep_edge * len(self.problem.edges) + WORK.sweep_pair * pairs
         for _ in range(steps):
-            if clock.now() > until or self.step < 1e-5:
+            if clock.left <= 0 or self.step < 1e-5:
                 break
             costs = self.costs()
             for _ in range(2):

@@ -66,9 +66,7 @@ class HighsBackend:
         """Add a row: the sum is at most `upper`."""
         self.highs.addRow(-np.inf, upper, len(columns), columns.astype(np.int32), values)
 
-    def run(
-        self, integral: bool, seconds: float, tolerance: float, start: Floats | None, clock: Clock
-    ) -> Solved:
+    def run(self, integral: bool, tolerance: float, start: Floats | None, clock: Clock) -> Solved:
         """Solve, with the first columns integral or not."""
         import highspy
 
@@ -82,7 +80,7 @@ class HighsBackend:
             # HiGHS would complete the relaxation's solution by a search that no time limit ends.
             self.highs.clearSolver()
         self.highs.setOptionValue("mip_rel_gap", tolerance)
-        self._limit(seconds, clock)
+        self._limit(clock)
         if start is not None:
             solution = highspy.HighsSolution()
             solution.col_value = list(start)
@@ -109,13 +107,12 @@ class HighsBackend:
         """Seconds of work of an iteration."""
         return WORK.iteration + WORK.iteration_entry * float(self.highs.getNumNz())
 
-    def _limit(self, seconds: float, clock: Clock) -> None:
+    def _limit(self, clock: Clock) -> None:
         """Limit the next run, by iterations and nodes where work is counted."""
-        wall = seconds
-        if clock.counted is not None:
-            guard = max(clock.guard_left, 0.0) / 2
-            self.ends, wall = time.process_time() + guard, max(clock.wall - time.monotonic(), 0.0)
-            most = max(1, min(int(seconds / self._per_iteration), 2**31 - 1))
+        wall = max(clock.guard_left, 0.0)
+        if clock.whole.counted:
+            self.ends, wall = time.process_time() + wall / 2, 10 * wall
+            most = max(1, min(int(clock.left / self._per_iteration), 2**31 - 1))
             self.highs.setOptionValue("simplex_iteration_limit", most)
             self.highs.setOptionValue("mip_max_nodes", max(1, most // _ITERATIONS))
         # HiGHS counts the time of all runs of a model together.
@@ -151,9 +148,7 @@ class ScipyBackend:
         )
         self.added.append((row, upper))
 
-    def run(
-        self, integral: bool, seconds: float, tolerance: float, start: Floats | None, clock: Clock
-    ) -> Solved:
+    def run(self, integral: bool, tolerance: float, start: Floats | None, clock: Clock) -> Solved:
         """Solve, with the first columns integral or not."""
         import scipy.optimize
 
@@ -162,14 +157,14 @@ class ScipyBackend:
             rows = scipy.sparse.vstack([row for row, _ in self.added])
             uppers = np.array([upper for _, upper in self.added])
             constraints.append(scipy.optimize.LinearConstraint(rows, -np.inf, uppers))
-        kinds = np.zeros(len(self.costs))
+        kinds, seconds = np.zeros(len(self.costs)), min(clock.left, clock.guard_left)
         kinds[: self.integers] = integral
         found = scipy.optimize.milp(
             self.costs,
             integrality=kinds,
             bounds=scipy.optimize.Bounds(0.0, 1.0),
             constraints=constraints,
-            options={"time_limit": min(seconds, clock.guard_left), "mip_rel_gap": tolerance},
+            options={"time_limit": seconds, "mip_rel_gap": tolerance},
         )
         clock.charge(seconds if found.status == 1 else 0.0)
         if found.status == 2:
@@ -299,11 +294,10 @@ class LinearProgram:
 
 def solve_exactly(
     problem: Problem,
-    seconds: float,
+    clock: Clock,
     start: Ints | None = None,
     progress: Progress | None = None,
     tolerance: float = 1e-9,
-    clock: Clock | None = None,
 ) -> Result:
     """The best answer, proven up to `tolerance`, or the best one known when time runs out.
 
@@ -313,14 +307,16 @@ def solve_exactly(
         if (problem.memory.limit < 0).any():
             raise NoAnswerError("the memory limit is below what every answer needs")
         return Result(np.zeros(0, dtype=np.int64), problem.constant, problem.constant)
-    clock = Clock(seconds) if clock is None else clock
-    until = clock.now() + seconds
-    program = LinearProgram(problem)
     best = Result(start, np.inf if start is None else problem.cost(start), -np.inf)
+    loading = WORK.program_entry * (problem.strategies + 2 * problem.pairs)
+    if loading > clock.left:
+        return best
+    program = LinearProgram(problem)
+    clock.charge(loading)
     for integral in (False, True):
-        while (left := until - clock.now()) > 0:
+        while clock.left > 0:
             given = None if best.answer is None or not integral else program.start(best.answer)
-            solved = program.backend.run(integral, left, tolerance, given, clock)
+            solved = program.backend.run(integral, tolerance, given, clock)
             if solved.infeasible:
                 raise NoAnswerError("no combination of strategies fits into memory")
             bound = max(best.bound, solved.bound + problem.constant)

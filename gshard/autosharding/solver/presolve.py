@@ -5,7 +5,8 @@ its own: its costs, edges and memory become those of the node. Strategies that n
 combined with, that another one dominates or that exceed the memory limit are dropped, edges whose
 costs are a sum of one term per end become costs of the ends, and a node that holds no memory and
 has at most two neighbours becomes a cost between these. Each node that is removed leaves a record
-of which strategy it takes, given what its former neighbours take.
+of which strategy it takes, given what its former neighbours take. Where the time runs out, what is
+left is an equal problem too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from gshard.autosharding.budget import WORK, Clock
 from gshard.autosharding.solver.problem import (
     Bools,
     CostEdge,
@@ -40,8 +42,8 @@ class Removed:
 class ProblemGraph:
     """Nodes by number, their strategies that are left, and their edges in both directions."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, clock: Clock | None = None) -> None:
+        self.problem, self.clock = problem, clock
         self.constant = problem.constant
         self.costs: list[Floats] = [c.copy() for c in problem.costs]
         self.kept: list[Ints] = [np.arange(len(c)) for c in problem.costs]
@@ -51,6 +53,15 @@ class ProblemGraph:
         for edge in problem.edges:
             self.edges[edge.first][edge.second] = edge.costs
             self.edges[edge.second][edge.first] = edge.costs.T
+
+    def has_time(self, node: int) -> bool:
+        """Count the work of looking at a node; whether there is time for it."""
+        if self.clock is None:
+            return True
+        entries = len(self.costs[node]) * sum(table.size for table in self.edges[node].values())
+        in_time = self.clock.left > 0
+        self.clock.charge(in_time * (WORK.presolve_node + WORK.presolve_entry * entries))
+        return in_time
 
     def nodes(self) -> Iterable[int]:
         """The nodes that are left."""
@@ -125,9 +136,9 @@ class ProblemGraph:
         return self.problem.memory.renamed([number.get(i, -1) for i in root], strategies)
 
 
-def merge(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
+def merge(problem: Problem, clock: Clock | None = None) -> tuple[Problem, Callable[[Ints], Ints]]:
     """The problem without the nodes that a neighbour decides, and the way back."""
-    network = ProblemGraph(problem)
+    network = ProblemGraph(problem, clock)
     for node, costs in enumerate(network.costs):
         _drop(network, node, np.isfinite(costs))
     queue = deque((edge.first, edge.second) for edge in problem.edges)
@@ -136,7 +147,7 @@ def merge(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
         pair = queue.popleft()
         waiting.discard(pair)
         first, second = pair
-        if second not in network.edges[first]:
+        if second not in network.edges[first] or not network.has_time(first):
             continue
         for changed in _visit(network, first, second):
             if changed not in waiting:
@@ -198,18 +209,20 @@ def _drop(network: ProblemGraph, node: int, allowed: Bools) -> list[tuple[int, i
 _LARGEST_TABLE = 1 << 18
 
 
-def drop_dominated(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
+def drop_dominated(
+    problem: Problem, clock: Clock | None = None
+) -> tuple[Problem, Callable[[Ints], Ints]]:
     """The problem without strategies that another one of the node can always replace.
 
     A strategy is dominated if another one never holds more memory and, whatever the neighbours
     take, never costs more (each neighbour's worst case taken separately).
     """
-    network = ProblemGraph(problem)
+    network = ProblemGraph(problem, clock)
     holdings = by_node(problem.memory, len(problem.costs))
     waiting = set(network.nodes())
     while waiting:
         again: set[int] = set()
-        for node in sorted(waiting):
+        for node in filter(network.has_time, sorted(waiting)):
             kept = _undominated(network, node, holdings[node])
             if len(kept) < len(network.costs[node]):
                 network.keep(node, kept)
@@ -218,10 +231,12 @@ def drop_dominated(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
     return network.result()
 
 
-def drop_oversized(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
+def drop_oversized(
+    problem: Problem, clock: Clock | None = None
+) -> tuple[Problem, Callable[[Ints], Ints]]:
     """The problem without strategies that exceed the limit even where all other nodes hold the
     least that they can."""
-    network, memory = ProblemGraph(problem), problem.memory.tightened_limit()
+    network, memory = ProblemGraph(problem, clock), problem.memory.tightened_limit()
     limit = np.append(memory.limit, np.inf)
     for node, holdings in enumerate(by_node(memory, len(problem.costs))):
         if holdings:
@@ -276,18 +291,21 @@ def profile_of(memory: MemoryModel, holdings: list[int]) -> tuple[Ints, Floats]:
     return times, np.cumsum(changes, axis=0)
 
 
-def eliminate(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
+def eliminate(
+    problem: Problem, clock: Clock | None = None
+) -> tuple[Problem, Callable[[Ints], Ints]]:
     """The problem without nodes that hold no memory and have at most two neighbours.
 
     Their best strategy, and what it costs, is a function of what the neighbours take.
     """
-    network = ProblemGraph(problem)
+    network = ProblemGraph(problem, clock)
     with_memory = {int(node) for node in problem.memory.node}
     waiting = sorted(set(network.nodes()) - with_memory)
     while waiting:
         again: set[int] = set()
         for node in waiting:
-            if network.alive[node] and len(network.edges[node]) <= 2:
+            few = network.alive[node] and len(network.edges[node]) <= 2
+            if few and network.has_time(node):
                 again |= _eliminated(network, node) - with_memory
         waiting = sorted(again)
     return network.result()
@@ -336,15 +354,15 @@ class Presolved:
         return answer
 
 
-def presolve(problem: Problem) -> Presolved:
+def presolve(problem: Problem, clock: Clock | None = None) -> Presolved:
     """Merge decided nodes, drop dominated strategies and remove nodes without memory, until the
-    problem stays as it is."""
+    problem stays as it is or time runs out."""
     steps: list[Callable[[Ints], Ints]] = []
     size = None
     while size != (len(problem.costs), problem.strategies, len(problem.edges)):
         size = len(problem.costs), problem.strategies, len(problem.edges)
         for step in (merge, drop_oversized, drop_dominated, eliminate):
-            problem, back = step(problem)
+            problem, back = step(problem, clock)
             if not math.isfinite(problem.constant):
                 raise NoAnswerError("the costs forbid every combination of strategies")
             problem = dataclasses.replace(problem, memory=problem.memory.tightened())

@@ -156,13 +156,11 @@ class Search:
     def __init__(
         self,
         problem: Problem,
-        seconds: float,
+        clock: Clock,
         progress: Progress | None = None,
-        clock: Clock | None = None,
         start: Ints | None = None,
     ) -> None:
-        self.problem, self.progress, self.clock = problem, progress, clock or Clock(seconds)
-        self.until = self.clock.now() + seconds
+        self.problem, self.progress, self.clock = problem, progress, clock
         self.prices, self.slack = Prices(problem), MemorySlack(problem)
         self.random = np.random.default_rng(0)
         self.failures = 0  # draws that have found nothing, after which prices are higher
@@ -176,12 +174,12 @@ class Search:
     @property
     def left(self) -> float:
         """Seconds that are left; none where the best answer is proven."""
-        return self.until - self.clock.now() if self.best.gap > 1e-9 else 0.0
+        return self.clock.left if self.best.gap > 1e-9 else 0.0
 
     def run(self) -> Result:
         """Search until the best answer is proven or time runs out."""
         every = range(len(self.problem.costs))
-        self.prices.ascend(0.2 * self.left, 400, self.clock)
+        self.prices.ascend(self.clock.part(0.2 * self.left), 400)
         for _ in range(3):
             if self.left > 0:
                 self._found(self.draw(every))
@@ -189,13 +187,13 @@ class Search:
         size = _FIRST_PAIRS // 5
         while self.left > 0 and self.best.answer is not None:
             share = min(max(self.gains[0] / sum(self.gains), 0.2), 0.8)
-            began, before = self.clock.now(), self.best.cost
+            began, before = self.clock.left, self.best.cost
             if drawn := self.random.random() < share:
                 self._found(self.draw(self._region()))
             else:
                 size = self._improve_neighbourhood(size)
             gained = (before - self.best.cost) / max(abs(before), 1e-30)
-            rate = gained / max(self.clock.now() - began, 1e-3) + 1e-9
+            rate = gained / max(began - self.clock.left, 1e-3) + 1e-9
             self.gains[not drawn] = 0.8 * self.gains[not drawn] + 0.2 * rate  # the past fades
         return self.best
 
@@ -314,10 +312,10 @@ class Search:
         for node, strategies in enumerate(kept):
             graph.keep(node, np.flatnonzero(strategies))
         part, back = graph.result()
-        self.clock.charge(WORK.presolve_node * len(part.costs) + WORK.presolve_pair * part.pairs)
+        clock = self.clock.part(seconds)
         try:
-            smaller = presolve(part)
-            result = solve_exactly(smaller.problem, min(seconds, self.left), clock=self.clock)
+            smaller = presolve(part, clock)
+            result = solve_exactly(smaller.problem, clock)
         except NoAnswerError:
             return True, False
         if result.answer is None:
@@ -340,7 +338,7 @@ class Search:
         least margins, and of each node that of the best answer and that which holds least."""
         pairs = _FIRST_PAIRS
         while self.left > 0 and pairs <= 4 * self.problem.pairs:
-            began, margins = self.clock.now(), self.prices.margins
+            began, margins = self.clock.left, self.prices.margins
             kept = self._threshold([np.zeros(len(m), dtype=bool) for m in margins], margins, pairs)
             for node, own in enumerate(kept):
                 own |= margins[node] <= margins[node].min()
@@ -348,12 +346,12 @@ class Search:
                 if self.best.answer is not None:
                     own[self.best.answer[node]] = True
             solved, _ = self._solve(kept, _SHARE * self.left)
-            quick = self.clock.now() - began < 0.5 * _SHARE * self.left
+            quick = began - self.clock.left < 0.5 * _SHARE * self.left
             if self.best.answer is not None and not (solved and quick):
                 break
             pairs *= 2 if quick else 1
             if not quick:  # and nothing was found: other prices have other margins
-                self.prices.ascend(0.1 * self.left, 50, self.clock)
+                self.prices.ascend(self.clock.part(0.1 * self.left), 50)
 
     def _improve_neighbourhood(self, size: int) -> int:
         """Free a neighbourhood of about `size` pairs; returns the next size."""
@@ -375,8 +373,8 @@ class Search:
                 least = np.minimum(self.prices.margins[node], total - total.min())
                 regret.append(least * self.random.uniform(0.2, 1.8, len(costs)))
             kept = self._threshold(kept, regret, size + len(self.problem.edges))
-        began = self.clock.now()
+        began = self.clock.left
         solved, better = self._solve(kept, _SHARE * self.left)
-        if better or (solved and self.clock.now() - began >= 0.02 * self.left):
+        if better or (solved and began - self.clock.left >= 0.02 * self.left):
             return size
         return min(int(size * 1.3), 4 * self.problem.pairs) if solved else max(size * 4 // 5, 200)

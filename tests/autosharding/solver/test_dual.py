@@ -16,7 +16,7 @@ def test_messages_and_prices_bound_from_below(problem, seed):
     problem = consistent(problem)
     wanted = brute_force(problem)
     prices = Prices(problem)
-    prices.ascend(60.0, 5, Clock(60.0))
+    prices.ascend(Clock(60.0), 5)
     assert prices.bound <= wanted + 1e-6
     messages = Messages(problem)
     rng = np.random.default_rng(seed)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from gshard.autosharding.budget import Clock
 from gshard.autosharding.solver import ilp
 from gshard.autosharding.solver.ilp import solve_exactly
 from gshard.autosharding.solver.problem import (
@@ -23,7 +24,7 @@ def test_the_program_alone_is_brute_force(kind, problem):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gshard.autosharding.solver.ilp.open_backend", kind)
         try:
-            result = solve_exactly(problem, 60.0)
+            result = solve_exactly(problem, Clock(60.0))
         except NoAnswerError:
             assert wanted == np.inf
             return
@@ -36,5 +37,5 @@ def test_three_nodes_that_want_to_differ_and_no_memory():
     differ = np.array([[5.0, 0.0], [0.0, 5.0]])
     edges = tuple(CostEdge(i, j, differ) for i, j in ((0, 1), (1, 2), (0, 2)))
     problem = Problem((np.zeros(2),) * 3, edges, MemoryModel.of([], np.zeros(0)))
-    result = solve_exactly(problem, 20.0)
+    result = solve_exactly(problem, Clock(20.0))
     assert (result.cost, result.bound) == (5.0, 5.0)

@@ -24,7 +24,7 @@ def test_a_pass_costs_no_more_and_changes_only_its_nodes(problem, seed):
     allowed = [a if len(a) else np.zeros(1, dtype=np.int64) for a in allowed]
     start = np.array([rng.choice(a) for a in allowed])
     free = np.flatnonzero(rng.random(len(start)) < 0.7).tolist()
-    tables = Search(problem, 1.0).tables
+    tables = Search(problem, Clock(1.0)).tables
     answer = improve(tables, problem.costs, start, free, allowed, rng)
     assert problem.cost(answer) <= problem.cost(start)
     for node, strategy in enumerate(answer):
@@ -38,7 +38,7 @@ def test_a_pass_over_a_tree_finds_the_best_answer(shape, seed):
     data = instance(shape, 6, 4, 1e6, seed)  # as if there were no limit
     problem, rng = from_contest(data), np.random.default_rng(seed)
     start = np.array([rng.integers(len(c)) for c in problem.costs])
-    every, tables = MemorySlack(problem).every, Search(problem, 1.0).tables
+    every, tables = MemorySlack(problem).every, Search(problem, Clock(1.0)).tables
     answer = improve(tables, problem.costs, start, range(len(start)), every, rng)
     assert problem.cost(answer) == brute_force(problem)
 
@@ -62,11 +62,11 @@ def test_any_combination_of_what_is_granted_fits(problem, seed, wishes):
 def test_draws_are_within_a_tight_limit(shape):
     """Even before there are prices; and the nodes that are not free keep what they have."""
     problem = from_contest(instance(shape, 60, 8, 1.0, 1))
-    drawing = Search(problem, 60.0, clock=Clock(600.0, 60.0))
+    drawing = Search(problem, Clock(60.0, counted=True))
     first = drawing.draw(range(60))
     assert first is not None
     assert problem.excess(first) <= 0
-    drawing = Search(problem, 60.0, clock=Clock(600.0, 60.0), start=first)
+    drawing = Search(problem, Clock(60.0, counted=True), start=first)
     answer = drawing.draw(range(10, 30))
     assert answer is not None
     assert problem.excess(answer) <= 0
@@ -79,7 +79,7 @@ def test_solve_and_search_are_brute_force(shape):
     problem = from_contest(instance(shape, 7, 4, 1.3, 5))
     wanted = brute_force(problem)
     assert solve(problem).cost == wanted
-    result = Search(problem, 0.2, clock=Clock(60.0, 0.2)).run()  # counted: the machine may be busy
+    result = Search(problem, Clock(0.2, counted=True)).run()  # the machine may be busy
     assert result.answer is not None
     assert problem.excess(result.answer) <= 0
     assert result.cost == problem.cost(result.answer) == wanted
@@ -93,7 +93,7 @@ def test_search_finds_answers_within_the_limit(problem):
     problem = consistent(problem)
     wanted = brute_force(problem)
     assume(np.isfinite(wanted))
-    result = Search(problem, 0.3).run()
+    result = Search(problem, Clock(0.3)).run()
     if result.answer is not None:
         assert problem.excess(result.answer) <= 0
         assert result.bound - 1e-6 <= wanted <= result.cost
