@@ -108,6 +108,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
         | {"module": "curve", "steps": 600, "limit": 300, "seeds": 1}
         | {"ways": ["bfloat16, rounded at random", "bfloat16, rounded at random, float8 exchange"]},
     ],
+    "curve_dropless": [
+        train("curve", 32, 16_384, lengths=(128, 80), dims=BASE, config={"stacked": True})
+        | {"module": "curve", "steps": 600, "limit": 300, "seeds": 2}
+        | {"ways": ["bfloat16, rounded at random", "bfloat16, rounded at random, no capacity"]},
+    ],
     "compile": [
         train(name, 128, 131_072, cache=cache) | {"module": "compiling"}
         for name, cache in (("first", "empty"), ("again", "kept"))
