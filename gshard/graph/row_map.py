@@ -101,6 +101,10 @@ class Layer:
             axis.dim == d for d, axis in enumerate(self.axes)
         )
 
+    def of(self, source: Any) -> Layer:
+        """The same window of another source."""
+        return Layer(source, self.base, self.axes)
+
     def along(self, dim: int, axis: Axis, base: int | None = None) -> Layer:
         """The layer with other rows along one dim."""
         first = list(self.base)

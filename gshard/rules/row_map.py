@@ -250,7 +250,7 @@ def gathered_for_all(
 ) -> Sharding:
     """The sharding of the operand of slices along dims: gathered if all of them send more."""
     whole, aval = here.unsplit(moving), slices[0].invars[0].aval
-    if whole is here or byte_size(whole.local_shape(aval.shape), aval.dtype) > limit:
+    if len(slices) == 1 or byte_size(whole.local_shape(aval.shape), aval.dtype) > limit:
         return here
 
     def sent(eqn: JaxprEqn) -> float:

@@ -97,20 +97,21 @@ def test_a_dump_has_a_file_for_every_stage(tmp_path):
         "04-propagate",
         "05-batch_alike",
         "06-unstack_rows",
-        "07-align_windows",
-        "08-exchange_by_expert",
-        "09-ring_attention",
-        "10-plan",
-        "11-share",
-        "12-drop_unused",
-        "13-expand",
-        "14-combine",
-        "15-emit",
+        "07-compute_in_parts",
+        "08-align_windows",
+        "09-exchange_by_expert",
+        "10-ring_attention",
+        "11-plan",
+        "12-share",
+        "13-drop_unused",
+        "14-expand",
+        "15-combine",
+        "16-emit",
     ]
     composed = paths[2].read_text()
     (line,) = [line for line in composed.split("\n") if "row_map[" in line]
     assert line.startswith(">")
-    assert "# not applied: there is no ragged product" in paths[8].read_text()
-    assert "halo[" in paths[10].read_text()
-    assert "collective-permute[" in paths[13].read_text()
-    assert "ppermute[" in paths[15].read_text()
+    assert "# not applied: there is no ragged product" in paths[9].read_text()
+    assert "halo[" in paths[11].read_text()
+    assert "collective-permute[" in paths[14].read_text()
+    assert "ppermute[" in paths[16].read_text()

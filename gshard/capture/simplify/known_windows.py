@@ -21,6 +21,7 @@ from gshard.graph import Graph, replacing
 from gshard.graph.row_map import Axis, Layer, constant
 from gshard.moving.reductions import identity
 from gshard.rules.base.primitives import row_map_p
+from gshard.rules.indexing import roles_of
 
 _COPYING = (p.convert_element_type_p, p.copy_p)
 
@@ -34,64 +35,54 @@ class _Progression(NamedTuple):
 
 def gathered(eqn: JaxprEqn, graph: Graph) -> Layer | None:
     """What a gather reads, if its indices are known."""
-    operand, indices = eqn.invars
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    if numbers.operand_batching_dims:
+    links = _links(eqn, graph)
+    if links is None:
         return None
-    starts = _starts(indices, numbers.start_index_map, sizes, operand.aval.shape, graph)
-    if starts is None:
-        return None
-    base = tuple(starts[d].start if d in starts else 0 for d in range(len(sizes)))
-    kept = iter(d for d in range(len(sizes)) if d not in numbers.collapsed_slice_dims)
-    beside = iter(range(len(indices.aval.shape) - 1))
-    axes = []
-    for d, count in enumerate(eqn.outvars[0].aval.shape):
-        if d in numbers.offset_dims:
-            axes.append(Axis(0, count, next(kept)))
-            continue
-        number = next(beside)
-        dim = next((e for e, found in starts.items() if found.steps[number]), None)
-        if dim is None or count == 1:
-            axes.append(Axis(0, count))
-        else:
-            axes.append(Axis(0, count, dim, 1, starts[dim].steps[number]))
-    return Layer(operand, base, tuple(axes))
+    axes = [Axis(0, n) for n in eqn.outvars[0].aval.shape]
+    for d, (_, to, step) in enumerate(links):
+        if to is not None:
+            axes[to] = Axis(0, axes[to].rows, d, 1, step if axes[to].rows > 1 else 1)
+    return Layer(eqn.invars[0], tuple(first for first, *_ in links), tuple(axes))
 
 
 def scattered(eqn: JaxprEqn, graph: Graph) -> Layer | None:
     """The window that a scatter writes, in the operand's coordinates, if its indices are known."""
-    operand, indices, updates = eqn.invars
-    numbers, shape = eqn.params["dimension_numbers"], updates.aval.shape
-    if numbers.operand_batching_dims or 0 in shape:
+    updates = eqn.invars[2]
+    shape, links = updates.aval.shape, None if 0 in updates.aval.shape else _links(eqn, graph)
+    if links is None:
         return None
-    inside = iter(numbers.update_window_dims)
-    dims = [
-        None if d in numbers.inserted_window_dims else next(inside)
-        for d in range(len(operand.aval.shape))
-    ]
-    sizes = [1 if d is None else shape[d] for d in dims]
-    index_map = numbers.scatter_dims_to_operand_dims
-    starts = _starts(indices, index_map, sizes, operand.aval.shape, graph)
+    if any(shape[d] > 1 for d in {*range(len(shape))} - {to for _, to, _ in links}):
+        return None  # one row is written several times
+    base, axes = [0] * len(shape), []
+    for at, to, step in links:
+        rows = 1 if to is None else shape[to]
+        if to is not None and step < 0:
+            base[to], at = rows - 1, at + (rows - 1) * step
+        axes.append(Axis(at, rows, to, abs(step), 1 if step > 0 else -1))
+    return Layer(updates, tuple(base), tuple(axes))
+
+
+def _links(eqn: JaxprEqn, graph: Graph) -> list[tuple[int, int | None, int]] | None:
+    """For each dim of the operand of a gather or scatter: the first row of the windows there.
+
+    And the dim of the windows along which further rows are, and how far apart.
+    """
+    roles, operand = roles_of(eqn), eqn.invars[0].aval.shape
+    if any(name[0] == "b" for name in roles.operand):
+        return None
+    starts = _starts(eqn.invars[1], roles.index_map, roles.sizes, operand, graph)
     if starts is None:
         return None
-    beside = [d for d in range(len(shape)) if d not in numbers.update_window_dims]
-    base, axes, driving = [0] * len(shape), [], set[int]()
-    for d, (dim, size) in enumerate(zip(dims, sizes, strict=True)):
+    dims, links = {name: d for d, name in enumerate(roles.windows)}, list[Any]()
+    counts = eqn.invars[1].aval.shape
+    for d in range(len(operand)):
         found = starts.get(d, _Progression(0, ()))
-        moved = [n for n, step in enumerate(found.steps) if step and shape[beside[n]] > 1]
-        if not moved:
-            axes.append(Axis(found.start, size, dim))
-            continue
-        (number,), driven = moved, {beside[n] for n in moved}
-        driving |= driven
-        step, (source,) = found.steps[number], driven
-        count, at = shape[source], found.start
-        if step < 0:
-            base[source], at = count - 1, at + (count - 1) * step
-        axes.append(Axis(at, count, source, abs(step), 1 if step > 0 else -1))
-    if any(shape[d] > 1 and d not in driving for d in beside):  # one row is written several times
-        return None
-    return Layer(updates, tuple(base), tuple(axes))
+        moved = [n for n, step in enumerate(found.steps) if step and counts[n] > 1]
+        if moved:
+            links.append((found.start, dims[f"i{moved[0]}"], found.steps[moved[0]]))
+        else:
+            links.append((found.start, dims.get(f"w{d}", dims.get(f"o{d}")), 1))
+    return links
 
 
 def batched(eqn: JaxprEqn, graph: Graph) -> list[JaxprEqn]:

@@ -20,7 +20,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import Var
 from gshard.capture.simplify.painting import painting
-from gshard.graph import Graph, replacing
+from gshard.graph import Graph, filling, replacing
 from gshard.graph.row_map import Layer, by_rows, constant, entire, through
 from gshard.rules.base.layers import Layers
 from gshard.rules.base.primitives import row_map_p
@@ -142,16 +142,12 @@ class _Padded:
             first, second = maker.invars
             turned = (_negation(maker), *scales) if maker.primitive is p.sub_p else scales
             for a, own in ((first, scales), (second, turned)):
-                yield from self._terms(a, [_of(w, a) for w in windows], own)
+                yield from self._terms(a, [w.of(a) for w in windows], own)
         elif maker is not None and var in self.sums:  # scaled
             (source,) = [a for a in maker.invars if not isinstance(a, Literal)]
-            yield from self._terms(source, [_of(w, source) for w in windows], (maker, *scales))
+            yield from self._terms(source, [w.of(source) for w in windows], (maker, *scales))
         else:
             yield Term(var, scales, tuple(windows))
-
-
-def _of(layer: Layer, source: Any) -> Layer:
-    return Layer(source, layer.base, layer.axes)
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:
@@ -235,10 +231,12 @@ def _added(eqn: JaxprEqn, terms: Sequence[Term]) -> list[JaxprEqn]:
             part = Var(aval)
             made.append(scale.replace(invars=operands, outvars=[part]))
         parts.append(part)
+    if not parts:  # windows of zeros alone
+        return [filling(eqn, Literal(np.zeros((), aval.dtype), aval.update(shape=())), out)]
     total = parts[0]
     for part in parts[1:]:
         made.append(replacing(eqn, p.add_p, [total, part], total := Var(aval)))
-    if not parts or not made or made[-1].outvars[0] is not total:
+    if not made or made[-1].outvars[0] is not total:
         return [eqn]
     return [*made[:-1], made[-1].replace(outvars=[out])]
 

@@ -33,7 +33,7 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
             layer = Layer(source, base, axes)
         key = id(source) if isinstance(source, Literal) else source
         number, _ = operands.setdefault(key, (len(operands), source))
-        numbered.append(Layer(number, layer.base, layer.axes))
+        numbered.append(layer.of(number))
     operands_of_map, layers = [source for _, source in operands.values()], tuple(numbered)
     return [*before, replacing(eqn, row_map_p, operands_of_map, result, layers=layers)]
 

@@ -227,7 +227,7 @@ Maps = dict[Any, Layers]
 
 
 def _of_row_map(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers:
-    return tuple(Layer(eqn.invars[n.source], n.base, n.axes) for n in layers_of(eqn))
+    return tuple(layer.of(eqn.invars[layer.source]) for layer in layers_of(eqn))
 
 
 def _of_reshape(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:

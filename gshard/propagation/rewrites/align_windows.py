@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -23,7 +23,6 @@ from gshard.capture.simplify.row_maps import Origins, composed
 from gshard.graph import Graph, at_every_level, live, replacing
 from gshard.graph.row_map import Axis, Layer, constant, entire, through
 from gshard.graph.source import source_of
-from gshard.propagation.rewrites.window_homes import Home, WindowUse, rows_apart, thinned
 from gshard.rules.base.layers import Layers
 from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import RULES, Elementwise
@@ -32,7 +31,17 @@ from gshard.tensors.sharding import Sharding, Split
 _MOST = 16  # equations on small tensors that may be computed with all rows of large ones
 
 
+class Home(NamedTuple):
+    """Rows of a small tensor are the rows from `first` on, `step` apart, of one of `size` rows."""
+
+    size: int
+    first: int
+    step: int
+    split: Split
+
+
 Homes = Mapping[int, Home]  # of dims
+Group = list[JaxprEqn]  # elementwise equations on tensors of one shape that read each other
 
 
 @at_every_level
@@ -69,21 +78,14 @@ def _is_window(eqn: JaxprEqn, shardings: Mapping[Any, Sharding]) -> bool:
     return any(s and n != m for s, n, m in zip(splits, before, after, strict=False))
 
 
-def _is_elementwise(eqn: JaxprEqn) -> bool:
-    rule = RULES.get(eqn.primitive)
-    single = len(eqn.outvars) == 1 and not eqn.effects
-    return isinstance(rule, Elementwise) and single and eqn.outvars[0].aval.shape != ()
-
-
-Group = list[JaxprEqn]  # elementwise equations on tensors of one shape that read each other
-
-
 def _groups(graph: Graph) -> list[Group]:
     found: dict[Any, Group] = {}  # by the variables that are made
     for eqn in graph.eqns:
-        if not _is_elementwise(eqn):
+        if not isinstance(RULES.get(eqn.primitive), Elementwise) or len(eqn.outvars) != 1:
             continue
         (out,), shape = eqn.outvars, eqn.outvars[0].aval.shape
+        if eqn.effects or not shape:
+            continue
         group = [eqn]
         for a in eqn.invars:
             own = None if isinstance(a, Literal) else found.get(a)
@@ -93,8 +95,7 @@ def _groups(graph: Graph) -> list[Group]:
                 found.update((e.outvars[0], large) for e in small)
                 group = large
         found[out] = group
-    unique = {id(group): group for group in found.values()}
-    return list(unique.values())
+    return list({id(group): group for group in found.values()}.values())
 
 
 class _WindowGroups:
@@ -134,10 +135,10 @@ class _WindowGroups:
         atoms = (a for eqn in group for a in eqn.invars if not isinstance(a, Literal))
         return list(dict.fromkeys(a for a in atoms if a.aval.shape == shape and a not in made))
 
-    def _written(self, group: Group) -> tuple[list[Layer], list[tuple[Any, Layers]], int]:
-        """Where a group's results are windows of others; who cuts windows; how many other uses."""
+    def _written(self, group: Group) -> tuple[list[Layer], list[Any], int]:
+        """Where a group's results are windows of others; windows of them; how many other uses."""
         members = {eqn.outvars[0]: eqn for eqn in group}
-        placed, cut, other = list[Layer](), list[tuple[Any, Layers]](), 0
+        placed, cut, other = list[Layer](), list[Any](), 0
         for var in members:
             other += sum(var is result for result in self.graph.results)
             users = [v for e in self.graph.users(var) for v in e.outvars if self.graph.uses(v)]
@@ -148,7 +149,7 @@ class _WindowGroups:
                 own = [layer for layer in layers if layer.source is var and layer.is_aligned]
                 sizes = var.aval.shape
                 if any(layer.axes[d].rows < n for layer in own for d, n in enumerate(sizes)):
-                    cut.append((user, tuple(own)))
+                    cut.append(user)
                 elif own:
                     placed += own
                 else:
@@ -160,11 +161,8 @@ class _WindowGroups:
         useful: set[JaxprEqn] = set()
         for group in reversed(groups):
             placed, cut, _ = self._written(group)
-            readers = (e for var, _ in cut for e in self.graph.users(var))
-            feeds = any(self.group_of.get(e.outvars[0]) in useful for e in readers)
-            homes, shape = self.homes.get(group[0], {}), group[0].outvars[0].aval.shape
-            shrinks = any(home.size < shape[d] for d, home in homes.items())
-            if placed or feeds or shrinks:
+            readers = (e for var in cut for e in self.graph.users(var))
+            if placed or any(self.group_of.get(e.outvars[0]) in useful for e in readers):
                 useful.add(group[0])
         return useful
 
@@ -182,27 +180,20 @@ class _WindowGroups:
                 read += [layer for layer in layers if not layer.is_constant]
         found = {}
         for d, n in enumerate(group[0].outvars[0].aval.shape):
-            rows, ends, apart_by = read, placed, rows_apart(read, placed, d)
+            rows, ends, apart_by = read, placed, _rows_apart(read, placed, d)
             if len(apart_by) > 1:  # as if of each tensor there were only the rows that are read
-                rows, ends = ([thinned(layer, d) for layer in own] for own in (read, placed))
-            homes = {
-                (
-                    self._size(n.source, d) * m.axes[d].stride // n.axes[d].stride,
-                    self._split(n.source, d),
-                )
-                for n, m in zip(read, rows, strict=True)
-            }
+                rows, ends = ([_thinned(layer, d) for layer in own] for own in (read, placed))
+            homes = set()
+            for layer, thin in zip(read, rows, strict=True):
+                size, split = self._rows_of(layer.source, d)
+                homes.add((size * thin.axes[d].stride // layer.axes[d].stride, split))
             if len(homes) != 1:
                 continue
             ((size, split),) = homes
-            if split is None or size == n or (2 * n < size and len(group) > _MOST):
+            if split is None or size <= n or (2 * n < size and len(group) > _MOST):
                 continue
             apart = sum(self.shardings[a].splits[d] is not None for a in raw) + other
-            cuts = [layer for _, own in cut for layer in own]
-            use = WindowUse(d, n, size, split, rows, ends, apart, cuts)
-            if size < n and (placed or other):
-                continue
-            if home := use.home():
+            if home := _home(d, n, size, split, rows, ends, apart, bool(cut)):
                 found[d] = home
         return found
 
@@ -215,33 +206,22 @@ class _WindowGroups:
         for layer in layers:
             homes = self._homes_of(layer.source)
             if homes and not layer.is_constant:
-                found += through(layer, [self.window(layer.source, layer.source.aval.shape, homes)])
+                found += through(layer, [_window(layer.source, layer.source.aval.shape, homes)])
             else:
                 found.append(layer)
         return tuple(found) if all(n.is_constant or n.is_aligned for n in found) else None
-
-    def window(self, source: Any, shape: Sequence[int], homes: Homes) -> Layer:
-        """A small tensor as a window of the large one that `source` is or becomes."""
-        layer = entire(source, shape)
-        for d, home in homes.items():
-            at = max(0, -home.first)
-            count = min(shape[d], home.size) if at else shape[d]
-            axis = Axis(at, count, d, 1, home.step if count > 1 else 1)
-            layer = layer.along(d, axis, max(0, home.first))
-        return layer
 
     def _homes_of(self, var: Any) -> Homes:
         if isinstance(var, Literal):
             return {}
         return self.homes.get(self.group_of.get(var), {})
 
-    def _size(self, source: Any, dim: int) -> int:
+    def _rows_of(self, source: Any, dim: int) -> tuple[int, Split | None]:
+        """How many rows a tensor has, and how they are split."""
         home = self._homes_of(source).get(dim)
-        return home.size if home else source.aval.shape[dim]
-
-    def _split(self, source: Any, dim: int) -> Split | None:
-        home = self._homes_of(source).get(dim)
-        return home.split if home else self.shardings[source].splits[dim]
+        if home:
+            return home.size, home.split
+        return source.aval.shape[dim], self.shardings[source].splits[dim]
 
     # ------------------------------------------------------------ the equations
 
@@ -267,10 +247,7 @@ class _WindowGroups:
                     operands.append(inputs[a, first])
             large = self.grown[out] = Var(out.aval.update(shape=_shape(out, homes)))
             yield eqn.replace(invars=operands, outvars=[large])
-            shape = out.aval.shape
-            window = self.window(large, shape, homes)
-            garbage = () if window.size == out.aval.size else (constant(_zero(out), shape),)
-            yield from painting(eqn, [*garbage, window])
+            yield from painting(eqn, [_window(large, out.aval.shape, homes)])
 
     def _large(self, eqn: JaxprEqn, a: Any, homes: Homes) -> tuple[list[JaxprEqn], Any]:
         """A large tensor with the elements of `a` where they belong, and its equations."""
@@ -286,12 +263,12 @@ class _WindowGroups:
                     made = maker.replace(params=params, outvars=result.outvars)
                     return [made], made.outvars[0]
             layers = (entire(a, aval.shape),)
-        grown = [constant(_zero(a), shape)]
+        zero = Literal(np.zeros((), aval.dtype), aval.update(shape=(), weak_type=False))
+        grown = [constant(zero, shape)]
         for layer in layers:
             moved = layer
             if not layer.is_constant:
-                source = self.grown.get(layer.source, layer.source)
-                moved = Layer(source, layer.base, layer.axes)
+                moved = layer.of(self.grown.get(layer.source, layer.source))
             for d, home in homes.items():
                 moved = _extended(moved, d, home, aval.shape[d])
             grown += [moved] if moved.size > 0 else []
@@ -301,9 +278,13 @@ class _WindowGroups:
         return painting(result, grown), result.outvars[0]
 
 
-def _zero(var: Any) -> Literal:
-    aval = var.aval
-    return Literal(np.zeros((), aval.dtype), aval.update(shape=(), weak_type=False))
+def _window(source: Any, shape: Sequence[int], homes: Homes) -> Layer:
+    """A small tensor as a window of the large one that `source` is or becomes."""
+    layer = entire(source, shape)
+    for d, home in homes.items():
+        axis = Axis(0, shape[d], d, 1, home.step if shape[d] > 1 else 1)
+        layer = layer.along(d, axis, home.first)
+    return layer
 
 
 def _shape(var: Any, homes: Homes) -> tuple[int, ...]:
@@ -329,3 +310,70 @@ def _extended(layer: Layer, dim: int, home: Home, rows: int) -> Layer:
     high = high if axis.end == rows else home.first + axis.end
     low, high = max(low, 0), min(high, home.size)
     return layer.along(dim, Axis(low, max(high - low, 0), dim, 1, every), first + every * low)
+
+
+# ---------------------------------------------------------------- which rows send the fewest
+
+
+def _home(
+    dim: int,
+    rows: int,
+    size: int,
+    split: Split,
+    read: Sequence[Layer],
+    placed: Sequence[Layer],
+    others: int,
+    cut: bool,
+) -> Home | None:
+    """Where `rows` rows are computed so that the fewest rows are sent; None if as they are.
+
+    They are read from, and placed in, windows of `size` rows; there are `others` that read and
+    write the small tensors themselves, and maybe windows that are cut of them.
+    """
+    axes, steps = [layer.axes[dim] for layer in read], _rows_apart(read, placed, dim)
+    step = steps.pop() if steps else 1
+    if steps or step < 1 or (step > 1 and any(a.rows < rows for a in axes)):
+        return None
+    if size < 4 * rows * step < 3 * size:  # halves are no borders
+        return None
+    starts = {(n.source, n.base[dim] - a.at * step) for n, a in zip(read, axes, strict=True)}
+    ends = {n.axes[dim].at for n in placed}
+
+    def moved(first: int) -> int:
+        """Rows between tiles of the large tensor and those of its rows from `first` on."""
+        if rows < split.tiles:  # the small ones are replicated
+            return 2 * rows
+        off = split.rows(rows) * step - split.rows(size)
+        return max(abs(first), abs(first + (split.tiles - 1) * off)) // step
+
+    def sent(first: int) -> int:
+        """Rows that are sent if the small tensors begin at the row `first` of the large ones."""
+        shifts = {(source, start - first) for source, start in starts}
+        by = sum(abs(by) for _, by in shifts) + sum(abs(at - first) for at in ends)
+        return by + others * moved(first)
+
+    last = size - (rows - 1) * step - 1
+    options = sorted({o for o in {start for _, start in starts} | ends if 0 <= o <= last})
+    if not options:
+        return None
+    first = min(options, key=sent)
+    written = 0 if rows < split.tiles else sum(map(moved, ends))
+    usual = sum(moved(start) for _, start in starts) + written
+    better = sent(first) < usual or (sent(first) == usual and cut)
+    farthest = max([abs(start - first) for _, start in starts], default=0)
+    return Home(size, first, step, split) if better and farthest <= split.rows(size) else None
+
+
+def _rows_apart(read: Sequence[Layer], placed: Sequence[Layer], dim: int) -> set[int]:
+    """How far apart the rows are that are read, and those that are written."""
+    found = {n.axes[dim].stride for n in read if n.axes[dim].rows > 1}
+    return found | {n.axes[dim].step for n in placed if n.axes[dim].rows > 1}
+
+
+def _thinned(layer: Layer, dim: int) -> Layer:
+    """A layer of every so many rows as one of neighbours, between tensors of only those rows."""
+    axis = layer.axes[dim]
+    if axis.dim is None:
+        return layer
+    thin = Axis(axis.at // axis.step, axis.rows, axis.dim)
+    return layer.along(dim, thin, layer.base[dim] // axis.stride)

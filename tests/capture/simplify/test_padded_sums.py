@@ -38,6 +38,18 @@ def test_the_gradient_of_a_wrapped_difference_is_one():
     """)
 
 
+def test_windows_of_zeros_alone_are_zeros():
+    def fn(x):
+        low, high = (jax.lax.pad(x, 0.0, ((n, 5 - n, 0), (0, 0, 0))) for n in (2, 3))
+        return (low + high)[:2]
+
+    assert composed(fn, X) == dedent("""
+        program (a:f32[8,2])
+          b:f32[2,2] = broadcast_in_dim[shape=(2, 2)] 0.0
+          return b
+    """)
+
+
 def test_a_padded_product_is_a_product_of_what_is_padded():
     """Several of them, with other numbers, then read the same rows."""
     assert composed(lambda x: jax.lax.pad(x * -2, 0.0, ((1, 0, 0), (0, 0, 0))), X) == dedent("""

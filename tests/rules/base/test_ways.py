@@ -253,9 +253,8 @@ def test_what_sums_in_one_order_send():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("here", "there"), [*itertools.product(ASSIGNED, repeat=2)])
-@pytest.mark.parametrize("name", sorted(SENT.keys() - {"strided", "rows between"}))
+@pytest.mark.parametrize("name", SENT)
 def test_all_that_ways_send(name, here, there):
-    """Without a slice that is gathered at once, as is cheaper for all slices of a tensor."""
     assert_ways_send_what_the_plan_does(name, here, there)
 
 
