@@ -219,9 +219,12 @@ def named_leaves(fun: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[tu
     except (TypeError, ValueError):  # a function that Python cannot look into
         parameters = []
     positional = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    more = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "")
+    first = len(positional) if more else 0
+    positional += [f"{more}[{number - first}]" for number in range(len(positional), len(args))]
     for path, leaf in jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))[0]:
         side, key, *rest = path
-        given = key.key if side.idx else dict(enumerate(positional)).get(key.idx, f"[{key.idx}]")
+        given = key.key if side.idx else positional[key.idx]
         yield given + jax.tree_util.keystr(tuple(rest)).removesuffix(".value"), leaf  # of NNX
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,4 +48,19 @@ def step_of_torch(
         return jax.tree.map(lambda w, g: w - 1e-3 * g, params, gradients)
 
     step.__name__ = type(module).__name__
+    if not by_name(inputs)[1]:  # a dict has the names of its inputs
+        step.__signature__ = named_like(step, module.forward, len(inputs))  # type: ignore[attr-defined]
     return step, (params, jax.eval_shape(lambda: jax.random.key(0)), *inputs)
+
+
+def named_like(
+    step: Callable[..., Any], forward: Callable[..., Any], inputs: int
+) -> inspect.Signature:
+    """The signature of a step of `*inputs` with the names that `forward` has for them."""
+    signature = inspect.signature(step)
+    *own, _ = signature.parameters.values()
+    named = list(inspect.signature(forward).parameters.values())[:inputs]
+    known = {p.name for p in own}.isdisjoint(p.name for p in named)
+    if not known or len(named) < inputs or any(p.kind > p.POSITIONAL_OR_KEYWORD for p in named):
+        return signature
+    return signature.replace(parameters=[*own, *(p.replace(default=p.empty) for p in named)])

@@ -7,6 +7,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gshard.comparing.comparison import compare
 from gshard.comparing.step import Step
+from gshard.comparing.torch_step import named_like
 
 
 def on_mesh(*spec):
@@ -36,3 +37,25 @@ def test_steps_of_equinox_and_nnx():
         found = compare(Step(step, args), "h100", seconds=2.0)
         assert found.programs[0].sent == found.programs[1].sent == 2 * (8 * 4 + 4) * 4 * 7 // 8
         assert len(found.programs) == 3
+
+
+def test_inputs_have_the_names_of_the_function_or_of_the_module():
+    """Further arguments (`*inputs`) by their place, and like a module's `forward` has them."""
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    def step(params, key, *inputs):
+        return jax.grad(loss)(params, *inputs)
+
+    def forward(pixels, mask=None):
+        return pixels
+
+    shapes = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, jax.random.key(0)
+    x = jax.ShapeDtypeStruct((65536, 64), jnp.float32)
+    for name in ("inputs[0]", "pixels"):
+        shown = str(Step(step, (*shapes, x)).by_auto(devices=8, hardware="h100", seconds=1.0))
+        assert f'  {name}: P("a", None) of 65536x64' in shown
+        step.__signature__ = named_like(step, forward, 1)
+    for other in (lambda key: 0, lambda *pixels: 0):  # a name that is taken, and one of all
+        assert "inputs" in named_like(lambda key, *inputs: 0, other, 1).parameters
