@@ -72,8 +72,7 @@ def _marked(rng: Draw, values: Any) -> Callable[[Any], Any]:
 
 
 def _made(family: Family, number: int) -> Made:
-    rng = np.random.default_rng([number, *family.__name__.encode()])
-    op, arguments = family(rng)
+    op, arguments = family(rng := np.random.default_rng([number, *family.__name__.encode()]))
     before, after = _marked(rng, arguments), _marked(rng, jax.eval_shape(op, *arguments))
 
     def program(*xs: Any) -> Any:
@@ -158,19 +157,6 @@ def _reduction(rng: Draw) -> Any:
     x = _array(rng, *_sizes(rng, rank), dtype=dtype)
     x = x if dtype == "bool" else (x + offset).astype(dtype)
     return lambda x: kind(x, axis=chosen), [x]
-
-
-@_drawn(6)
-def _reduction_by_function(rng: Draw) -> Any:
-    sizes = _sizes(rng, 2)
-
-    def op(x: Any, y: Any) -> Any:
-        def combine(a: Any, b: Any) -> Any:
-            return a[0] * b[0], jnp.maximum(a[1], b[1])
-
-        return lax.reduce((x, y), (jnp.float32(2), jnp.float32(-9)), combine, (0,))
-
-    return op, [_array(rng, *sizes), _array(rng, *sizes)]
 
 
 @_drawn(12)
@@ -273,9 +259,8 @@ def _slice_at(rng: Draw) -> Any:
     update = bool(rng.integers(2))
 
     def op(x: Any, u: Any, i: Any) -> Any:
-        if update:
-            return lax.dynamic_update_slice(x, u, (i[0], i[1]))
-        return lax.dynamic_slice(x, (i[0], i[1]), parts)
+        at = i[0], i[1]
+        return lax.dynamic_update_slice(x, u, at) if update else lax.dynamic_slice(x, at, parts)
 
     return op, [_array(rng, *sizes), _array(rng, *parts), starts]
 
@@ -333,9 +318,8 @@ def _layout(rng: Draw) -> Any:
         if kind == 1:
             return x.transpose(turned) * jnp.arange(x.shape[turned[-1]])
         if kind == 2:
-            return jnp.broadcast_to(x[None], (3, *x.shape)) + lax.broadcasted_iota(
-                jnp.float32, (3, *x.shape), int(turned[0]) + 1
-            )
+            numbers = lax.broadcasted_iota(jnp.float32, (3, *x.shape), int(turned[0]) + 1)
+            return jnp.broadcast_to(x[None], (3, *x.shape)) + numbers
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int16) ^ 0, jnp.float32)
 
     return op, [_array(rng, *old)]
@@ -395,8 +379,7 @@ def _loop(rng: Draw) -> Any:
             return lax.scan(lambda h, w: (h + x.T @ x, w.sum(0)), w[0], w, reverse=turned)
         if kind == 2:
             return lax.fori_loop(0, length, lambda i, h: jnp.tanh(h @ w[i]), x)
-        big = jnp.sum(x) > 0
-        return lax.cond(big, lambda h: h @ w[0], lambda h: jnp.flip(h, 0) * 2, x)
+        return lax.cond(jnp.sum(x) > 0, lambda h: h @ w[0], lambda h: jnp.flip(h, 0) * 2, x)
 
     return op, [_array(rng, n, m), _array(rng, length, m, m)]
 

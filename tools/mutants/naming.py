@@ -1,7 +1,7 @@
 """Whether `gshard.prove` refutes a mutant, from shapes alone, and names the line that is wrong.
 
-The programs of `programs` and `drawn` are proved once without a mutation, which records the blocks
-of the partitioner that each executes; a mutant meets those that execute its block.
+The programs of `of_rows`, `of_sums` and `drawn` are proved once without a mutation, which records
+the blocks of the partitioner that each executes; a mutant meets those that execute its block.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def run(
 
 
 def _corpus() -> dict[str, Any]:
+    from tools.mutants import of_rows, of_sums  # noqa: F401  programs of their own
     from tools.mutants.drawn import drawn
     from tools.mutants.programs import PROGRAMS
 
@@ -82,10 +83,11 @@ def _record(root: Path, folder: Path, jobs: int, say: Say) -> None:
     blocks = Blocks(root, partitioner(root))
     sources = {file: (root / file).read_text() for file in blocks.codes}
     load(root, blocks.codes, blocks.hit)
-    corpus, store = _corpus(), folder / "touched.jsonl"
+    corpus, store, kept = _corpus(), folder / "touched.jsonl", folder / "sources.json"
+    if store.exists() and json.loads(kept.read_text())[1] != sources:
+        store.unlink()  # blocks have other numbers
+    kept.write_text(json.dumps([blocks.spans, sources]))
     done = {json.loads(line)["file"] for line in lines_of(store)}
-    if not done:
-        (folder / "sources.json").write_text(json.dumps([blocks.spans, sources]))
 
     def work(program: Any) -> Work:
         def child(out: Path) -> None:

@@ -114,7 +114,7 @@ def _named(mutations: Sequence[Mutation], folder: Path) -> str:
     rest = f" Another line is named for {', '.join(missed)}." if missed else ""
     return (
         f"{len(tried)} were tried. {len(shown)} are refuted in one of the programs of "
-        f"`tools/mutants/programs.py` and `drawn.py` from shapes alone, and the line of {named} is "
+        f"`tools/mutants` from shapes alone, and the line of {named} is "
         f"named, {100 * named / max(len(shown), 1):.1f}% (`python -m tools.mutants --prove`).{rest}"
     )
 
