@@ -23,10 +23,12 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +244,32 @@ def on_gpu(stages: int, schedule: str, out: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(compiled(*given))
+        tell(f"kernels\n{kernels(Path(folder), compiled.as_text())}")
         tell(str(lowered.measured(folder, "h200")))
+
+
+def kernels(folder: Path, text: str) -> str:
+    """The instructions that take most of a step, where they are, and how long the GPU is idle."""
+    busy, count, spans = Counter[str](), Counter[str](), []
+    for path in folder.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            lines = plane.lines if plane.name.startswith("/device:GPU") else ()
+            for event in (e for line in lines if "Stream" in line.name for e in line.events):
+                own = [str(value) for name, value in event.stats if name == "hlo_op"]
+                op = own[-1] if own else event.name[:60]
+                busy[op] += event.duration_ns
+                count[op] += 1
+                spans.append((event.start_ns, event.start_ns + event.duration_ns))
+    end, idle = min(spans)[0], 0.0
+    for begin, until in sorted(spans):
+        idle, end = idle + max(begin - end, 0.0), max(end, until)
+    rows = [f"busy {sum(busy.values()) / 1e6:.1f} ms in {len(spans)}, idle {idle / 1e6:.1f} ms"]
+    for op, nanoseconds in busy.most_common(40):
+        said = re.search(rf"%{re.escape(op)} = (.{{0,110}})", text)
+        where = re.search(rf'%{re.escape(op)} = .*?op_name="([^"]*)"', text)
+        name = where[1][-60:] if where else ""
+        rows.append(f"{nanoseconds / 1e6:8.2f} ms {count[op]:5} {op}: {said and said[1]} {name}")
+    return "\n".join(rows)
 
 
 def by_auto() -> None:
@@ -277,6 +304,7 @@ def run_on_gpu(again: list[str], out: str) -> None:
     XLA divides autotuning among the devices of a program: it would wait for those that are mock.
     """
     flags = " ".join((os.environ.get("XLA_FLAGS", ""), CUBLAS, ALONE))
+    flags += " --xla_gpu_enable_command_buffer="  # a profile names no kernels of CUDA graphs
     for stages, schedule in ((0, "1f1b"), (8, "1f1b"), (8, "zb-h1")):
         command = [*again, "--of", str(stages), "--schedule", schedule, "--out", out]
         try:

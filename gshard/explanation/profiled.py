@@ -32,13 +32,17 @@ _STEP = 3.0  # the weight of a step's total, against that of a line
 _ROUNDS = 8  # what bounds an operator depends on the fit, and the fit on what bounds it
 _START = 1e-6  # the unit of `operator_seconds` in the equations
 _AROUND = ("while", "conditional", "call")  # instructions whose bodies have times of their own
+_BUFFERED = "command buffers (their lines: XLA_FLAGS=--xla_gpu_enable_command_buffer=)"
 
 Work = tuple[str, bool]  # the operators of a line: its collectives, or the others
 
 
 @dataclass(frozen=True)
 class HloPlace:
-    """Where an instruction comes from: its line, its operator, and runs of it in a step."""
+    """Where an instruction comes from: its line, its operator, and runs of it in a step.
+
+    The runs are 0 where they depend on data, in branches and in loops whose length does.
+    """
 
     line: str
     operator: str
@@ -134,19 +138,19 @@ def profile(
             f"the trace in {trace} has no step of {module}: run the compiled function inside of "
             "jax.profiler.trace, and keep it that long"
         )
-    steps = statistics.mode(
-        round(len(times) / places[op].runs) or 1 for d in taken.values() for op, times in d.items()
-    )
+    found = [(len(times), places[op].runs) for d in taken.values() for op, times in d.items()]
+    counted = [round(count / runs) or 1 for count, runs in found if runs]
+    steps = statistics.mode(counted or [count for count, _ in found])
     seconds: dict[str, float] = {}
     for op in {op for own in taken.values() for op in own}:
-        found = [sum(own[op]) / steps for own in taken.values() if op in own]
         of_all = min if _kind(places[op]) else statistics.median
-        seconds[op] = of_all(found)
+        seconds[op] = of_all(sum(own[op]) / steps for own in taken.values() if op in own)
     lines: dict[str, float] = defaultdict(float)
     sends: dict[str, float] = defaultdict(float)
     works: dict[Work, float] = defaultdict(float)
     for op, each in seconds.items():
         line, kind = places[op].line, _kind(places[op])
+        line = _BUFFERED if places[op].operator == "call" else line
         lines[line] += each
         works[line, bool(kind)] += each
         if kind:
@@ -174,23 +178,30 @@ def _by_device(
     with warnings.catch_warnings():  # JAX 0.12's types of traces warn, and abort under -W error
         warnings.simplefilter("ignore", DeprecationWarning)
         for path in [trace] if trace.is_file() else sorted(trace.rglob("*.xplane.pb")):
-            for device, op, seconds in _events(path, module):
-                if op in places and places[op].operator not in _AROUND:
+            for device, ops, seconds in _events(path, module):
+                known = [op for op in ops if op in places]
+                inner = [op for op in known if places[op].operator not in _AROUND]
+                # A GPU's events are kernels: one of a command buffer, say, is of a call alone.
+                for op in (inner or (known if "/device:GPU" in device else []))[-1:]:
                     found.setdefault(device, {}).setdefault(op, []).append(seconds)
     return found
 
 
-def _events(path: Path, module: str) -> Iterator[tuple[str, str, float]]:
-    """Device, instruction and seconds: CPUs number their devices, others have a plane for each."""
+def _events(path: Path, module: str) -> Iterator[tuple[str, list[str], float]]:
+    """Device, instructions and seconds: CPUs number their devices, others have a plane for each.
+
+    An event inside of a loop or branch may have these instructions, too, before its own.
+    """
     from jax.profiler import ProfileData
 
     for plane in ProfileData.from_file(str(path)).planes:
         for line in plane.lines:
             for event in line.events:
-                stats = dict(event.stats)
-                if stats.get("hlo_module") == module and "hlo_op" in stats:
+                pairs = list(event.stats)
+                stats, ops = dict(pairs), [str(value) for name, value in pairs if name == "hlo_op"]
+                if stats.get("hlo_module") == module and ops:
                     device = f"{plane.name}:{stats.get('device_ordinal', '')}"
-                    yield device, str(stats["hlo_op"]), event.duration_ns / 1e9
+                    yield device, ops, event.duration_ns / 1e9
 
 
 def _rows(

@@ -21,6 +21,7 @@ from gshard.pipelining import execution
 from gshard.pipelining.choice import Costs, chosen
 from gshard.pipelining.meaning import Bodies, Pipe, pipeline_p, run
 from gshard.pipelining.passes import Passes, differentiated, floats, is_float, with_gradients
+from gshard.pipelining.routes import EQUAL
 from gshard.pipelining.schedules import Schedule, forward_only, make, parse
 from gshard.tensors.annotate import (
     Annotation,
@@ -166,7 +167,7 @@ class _Run:
         self.numbers: tuple[int, ...] = ()
         self.schedule = make("1f1b", 1, count)
         self.layers: tuple[int, ...] = (traced.layers,)
-        self.seconds: tuple[float, ...] = (0.0, 1.0, 1.0, 1.0, 0.0)
+        self.seconds = EQUAL
         if devices > 1:
             machine = hardware_of_trace() or accelerator()
             limit, most = machine.memory if machine else float("inf"), min(devices, traced.layers)
@@ -178,7 +179,7 @@ class _Run:
                 costs = self._costs(machine or hardware("h100"), devices // number, stages)
                 ways.append((costs, chosen(given, number, count, traced.layers, costs, limit)))
             costs, found = min(ways, key=lambda way: way[0].rank(way[1], limit))
-            (self.schedule, self.layers), self.seconds = found, (*costs.seconds, costs.head)
+            (self.schedule, self.layers), self.seconds = found, costs.seconds
         self.call = jax.custom_vjp(self._forward)
         self.call.defvjp(self._with_residuals, self._backward, symbolic_zeros=True)
 

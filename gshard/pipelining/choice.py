@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from gshard.forecast import Hardware, forecast
 from gshard.graph.readable import size
 from gshard.pipelining.passes import Passes, floats
-from gshard.pipelining.routes import route
-from gshard.pipelining.schedules import NAMES, F, Schedule, make
+from gshard.pipelining.routes import Seconds, route
+from gshard.pipelining.schedules import NAMES, Schedule, make
 from gshard.tensors.tile import byte_size
 
 Option = tuple[Schedule, tuple[int, ...]]  # with layers by position
@@ -23,8 +22,7 @@ Option = tuple[Schedule, tuple[int, ...]]  # with layers by position
 class Costs:
     """The costs of a layer and microbatch on a device of a stage, if these share all work."""
 
-    seconds: tuple[float, ...]  # of IDLE, F, B and W
-    head: float  # seconds, with its gradient
+    seconds: Seconds  # that of the head is with its gradient
     message: int  # bytes of a microbatch, of what F keeps for B, of what B keeps for W, of weights
     saved: int
     kept: int
@@ -45,36 +43,34 @@ class Costs:
             return sum(byte_size(a.shape, a.dtype) for a in avals) // devices
 
         inputs, fixed = layer.forward.in_avals[sum(counts) :], layer.forward.in_avals[: sum(counts)]
-        times = (0.0, *map(seconds, (layer.forward, layer.backward, layer.weights)))
+        ahead, behind, late = map(seconds, (layer.forward, layer.backward, layer.weights))
         saved, kept = layer.forward.out_avals[len(inputs) :], layer.backward.out_avals
-        kept = kept[len(floats(inputs)) :]
+        kept = held(kept[len(floats(inputs)) :])
+        slow = 2 * kept / (machine.memory_bandwidth * machine.efficiency.memory)  # into slots
+        times = (0.0, ahead, behind + slow, late + slow, seconds(head), behind + late)
         return Costs(
-            times, seconds(head), held(inputs), held(saved), held(kept), held(fixed[counts[0] :]),
+            times, held(inputs), held(saved), kept, held(fixed[counts[0] :]),
             machine.sent_per_second,
         )  # fmt: skip
 
-    def step_seconds(self, schedule: Schedule, layers: Sequence[int]) -> float:
-        """A step: in every tick the stages wait for the slowest, then for messages.
+    def step_seconds(self, schedule: Schedule, layers: tuple[int, ...]) -> float:
+        """A step: every tick, then the messages.
 
         Weights of chunks that are not neighbours are moved to their stages, and gradients back.
         """
-        spent, last = np.zeros((schedule.ticks, schedule.stages)), len(layers) - 1
         rows = max(layers) * schedule.chunks
-        for (op, n, _), tick in schedule.when.items():
-            head = self.head if op == F and n == last else 0.0
-            spent[tick, schedule.positions[n][0]] = layers[n] * self.seconds[op] + head
         handed = schedule.ticks * self.message + 2 * (schedule.chunks > 1) * self.weights * rows
         sent = rows * self.reduced + (handed if schedule.stages > 1 else 0)
-        return float(spent.max(1).sum()) + sent / self.rate
+        return route(schedule, layers, self.seconds).step_seconds + sent / self.rate
 
     def rank(self, option: Option, limit: float) -> tuple[float, float, int]:
         """What is least for the best option: memory over the limit, time, memory."""
         need, seconds = self.memory(*option), self.step_seconds(*option)
         return max(need, limit), float(f"{seconds:.6g}"), need
 
-    def memory(self, schedule: Schedule, layers: Sequence[int]) -> int:
+    def memory(self, schedule: Schedule, layers: tuple[int, ...]) -> int:
         """The bytes of weights, their gradients, and all that waits in slots."""
-        messages, residuals, pending = route(schedule, layers).slots
+        messages, residuals, pending = route(schedule, layers, self.seconds).slots
         waiting = residuals * self.saved + pending * self.kept
         rows = 2 * self.weights * schedule.chunks
         return max(layers) * (waiting + rows) + (messages + schedule.microbatches) * self.message

@@ -1,37 +1,214 @@
 """A pipeline on devices: one program for all stages, in which the schedule is data.
 
-Each stage is a block of devices. In every tick of a scan a stage runs the branch of a switch that
-the table names; the permutes that hand results on are outside of these branches, and all devices
-agree on which stages send. Inside, a layer's passes are partitioned for the devices of one stage:
-collectives are between these, and all of them take the same branch.
+Stage s has the s-th block of devices. In every tick of a scan a stage runs what its row of the
+table names; the permutes that hand results on are outside of that, and all devices agree on which
+stages send. A layer's passes are planned for the devices of one stage: a value that every stage has
+for itself has a sharding within the block, the same one in all, and collectives are inside of it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
+from gshard.capture.simplify import PASSES
+from gshard.graph.history import History
 from gshard.graph.reason import Reason
+from gshard.graph.regions import map_bodies
+from gshard.graph.source import source_of
 from gshard.graph.ticks import Ticks
 from gshard.moving import collectives
-from gshard.pipelining.machine import Arrays, Machine, State, all_at, put
-from gshard.pipelining.meaning import Pipe, pipeline_p
-from gshard.pipelining.partition import Stages
+from gshard.pipelining.meaning import Arrays, Machine, Pass, Pipe, State, all_at, pipeline_p, put
 from gshard.pipelining.passes import floats
 from gshard.pipelining.routes import HEAD, LOCAL, Pairs, Routes, Row, route
-from gshard.pipelining.schedules import B, F, W
+from gshard.pipelining.schedules import B
+from gshard.planning.planner import Planner
+from gshard.propagation.propagate import Propagated
+from gshard.propagation.stage import Known, shard
 from gshard.rules.base.rule import Context, Doc, region
-from gshard.tensors.sharding import Sharding
+from gshard.tensors.annotate import annotate_p
+from gshard.tensors.devices import Place
+from gshard.tensors.manual import MANUAL
+from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
+
+
+@dataclass(frozen=True)
+class Type:
+    """A value of a stage: how its devices hold it."""
+
+    sharding: Sharding
+    shape: tuple[int, ...]
+    dtype: Any
+    origin: str = ""
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape on a device."""
+        return self.sharding.local_shape(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A program that is planned for one stage, called with what a device has of its operands."""
+
+    stages: Stages
+    flat: ClosedJaxpr
+    found: Propagated
+    operands: Sequence[Type]
+    wanted: Sequence[Type | None]
+    sums: Mapping[int, float]  # results that may be unreduced
+    results: Sequence[Type]
+
+    def as_pass(self) -> Pass:
+        """As a function of what a device has."""
+        types = [jax.ShapeDtypeStruct(t.local, t.dtype) for t in self.results]
+        return Pass(lambda *arrays: [t.array for t in self.run(arrays)], types)
+
+    def run(self, arrays: Sequence[Any]) -> list[Tile]:
+        """The results, the first ones under the shardings that are wanted."""
+        ctx, stages = self.stages.ctx, self.stages
+        place = Place(ctx.place.axes, stages.per_stage, blocks=stages.count)
+        planner = Planner(place, self.found, ctx.memory_limit)
+        reason = Reason("operand", "pipeline")
+        ready = [
+            planner.reshard(Tile(a, t.sharding, t.shape, t.origin), self.found.shardings[v], reason)
+            for a, t, v in zip(arrays, self.operands, self.flat.jaxpr.invars, strict=True)
+        ]
+        results = planner.run_body(self.flat, ready, self.sums)
+        for number, kind in enumerate(self.wanted):
+            if kind is not None:
+                reason = Reason("result", "pipeline")
+                results[number] = planner.reshard(results[number], kind.sharding, reason)
+        return results
+
+    def agreed(self, inputs: Sequence[Type], first: int) -> list[Type]:
+        """The shardings of a layer's input that its output can have, too: operands from `first`."""
+        found = []
+        variables = self.flat.jaxpr.invars[first:], self.flat.jaxpr.outvars
+        for kind, var, out in zip(inputs, *variables, strict=False):
+            sharding = self.found.shardings[var]
+            if not any(sharding.splits) and not isinstance(out, Literal):
+                sharding = self.found.shardings[out]
+            found.append(replace(kind, sharding=sharding))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """The devices of a program in blocks, one for each stage."""
+
+    ctx: Context
+    count: int
+    devices: int  # all of them
+
+    @property
+    def per_stage(self) -> int:
+        """The devices of a stage."""
+        return self.devices // self.count
+
+    @property
+    def split(self) -> Split | None:
+        """A dim over the stages."""
+        return Split.of(np.arange(self.devices) // self.per_stage)
+
+    def within(self, split: Split | None) -> Split | None:
+        """A split as the devices of a stage see it; None unless it is the same in every stage."""
+        if split is None or split.idle:
+            return None
+        blocks = split.coords.reshape(self.count, self.per_stage)
+        alike = (blocks == blocks[:1]).all() and len(np.unique(blocks[0])) == split.tiles
+        return Split.of(blocks[0]) if alike else None
+
+    def type_of(self, tile: Tile, lead: bool) -> Type:
+        """A tile as a value of a stage, without its leading dim if it has one row after another."""
+        splits = tuple(map(self.within, tile.sharding.splits[lead:]))
+        return Type(Sharding(splits, self.per_stage), tile.shape[lead:], tile.array.dtype)
+
+    def outside(self, kind: Type, *lead: Split | None) -> Sharding:
+        """The sharding on all devices of a value that every stage has for itself."""
+        old = kind.sharding
+        splits, unreduced = (
+            [s and Split.of(np.tile(s.coords, self.count)) for s in part]
+            for part in (old.splits, old.unreduced)
+        )
+        return Sharding((*lead, *splits), self.devices, False, tuple(s for s in unreduced if s))
+
+    def placed(self, tile: Tile, kind: Type, *lead: Split | None) -> Any:
+        """What a device has of an operand, as the stages need it."""
+        reason = Reason("operand", "pipeline")
+        return self.ctx.reshard(tile, self.outside(kind, *lead), reason).array
+
+    def summed(self, array: Any, kind: Type, *rows: int) -> Tile:
+        """A value that is the sum of what the stages have; as many such values as `rows`."""
+        sharding = self.outside(kind, *(None for _ in rows))
+        more = (self.split,) if self.split else ()
+        sharding = sharding.unreduced_over((*sharding.unreduced, *more))
+        return Tile(array, sharding, (*rows, *kind.shape), kind.origin or "pipeline")
+
+    def by_stage(self, array: Any, kind: Type) -> Tile:
+        """Rows of which every stage has its own."""
+        shape = (array.shape[0] * self.count, *kind.shape)
+        return Tile(array, self.outside(kind, self.split), shape, kind.origin)
+
+    def inside(self, body: ClosedJaxpr) -> ClosedJaxpr:
+        """A program with its annotations for the devices of one stage."""
+        return body.replace(jaxpr=body.jaxpr.replace(eqns=list(map(self._inside, body.jaxpr.eqns))))
+
+    def _inside(self, eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive in MANUAL:
+            raise NotImplementedError(
+                f"{source_of(eqn)}: a manual region inside of gshard.pipeline: its layers are "
+                "partitioned for the devices of a stage; annotate tensors there instead"
+            )
+        if eqn.primitive is not annotate_p:
+            return map_bodies(eqn, self.inside)
+        annotation = eqn.params["annotation"]
+        old = annotation.sharding
+        splits = tuple(map(self.within, old.splits))
+        lost = [d for d, (a, b) in enumerate(zip(old.splits, splits, strict=True)) if a and not b]
+        if lost:
+            raise ValueError(
+                f"{source_of(eqn)}: {annotation} inside of gshard.pipeline splits dim {lost[0]} "
+                f"over devices of several stages; a stage has {self.per_stage} of the "
+                f"{self.devices} devices, in order: at most {self.per_stage} partitions"
+            )
+        new = replace(annotation, sharding=Sharding(splits, self.per_stage))
+        return eqn.replace(params={**eqn.params, "annotation": new})
+
+    def piece(
+        self,
+        body: ClosedJaxpr,
+        operands: Sequence[Type],
+        wanted: Sequence[Type | None] = (),
+        sums: Mapping[int, float] | None = None,
+    ) -> Piece:
+        """A program planned for one stage, given how its operands are held."""
+        with jax.ensure_compile_time_eval():  # constants of passes are no part of the trace
+            for change in PASSES if self.per_stage > 1 else ():
+                body = change(body)
+        limit, given = self.ctx.memory_limit, [kind.sharding for kind in operands]
+        known = Known(self.per_stage, limit, given, {})
+        flat, found = shard(body, known, True, History())
+        piece = Piece(self, flat, found, operands, wanted, sums or {}, ())
+        made: list[Tile] = []
+
+        def trial(*arrays: Any) -> list[Any]:
+            made[:] = piece.run(arrays)
+            return [t.array for t in made]
+
+        jax.make_jaxpr(trial)(*(jax.ShapeDtypeStruct(k.local, k.dtype) for k in operands))
+        types = [Type(t.sharding, t.shape, t.array.dtype, t.origin) for t in made]
+        return replace(piece, results=types)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,65 +217,65 @@ class Execution:
 
     stages: Stages
     pipe: Pipe
-    machine: Machine
+    passes: Sequence[Pass | None]
+    arrays: Sequence[Arrays]
 
     @functools.cached_property
     def routes(self) -> Routes:
         """What every stage does in every tick."""
-        return route(self.pipe.schedule, self.pipe.layers)
+        return route(self.pipe.schedule, self.pipe.layers, self.pipe.seconds)
 
     def run(self) -> Arrays:
         """What this device has of the results."""
         (messages, residuals, pending), count = self.routes.slots, self.pipe.schedule.microbatches
-        start = self.machine.start((messages + 1, residuals, pending), count)
-        end, _ = lax.scan(self.tick, start, self.rows())
-        return self.machine.results(end, count)
+        machine = Machine(self.passes, self.arrays, self.loop)
 
-    def tick(self, state: State, row: Row) -> tuple[State, None]:
-        """One operation, then what it hands on, to neighbours or to itself.
+        def tick(state: State, row: Row) -> tuple[State, None]:
+            """One operation, then what it hands on, to neighbours or to itself."""
+            state = state._replace(message=all_at(state.inbox, row.inbox))
+            state = machine.scored(row, machine.forward(row, state))
+            state = state if machine.forward_only else machine.backward(row, state)
+            inbox = state.inbox
+            for channel, slot in enumerate(row.receive):
+                inbox = put(inbox, self.handed_on(state.message, channel, row.sends[channel]), slot)
+            return state._replace(inbox=inbox), None
 
-        An operation is a loop of no or one run, which updates slots and sums in place: a
-        conditional would copy what its branches return, in ticks of other operations as well.
+        end, _ = lax.scan(tick, machine.start((messages + 1, residuals, pending), count), self.rows)
+        return machine.results(end, count)
+
+    def loop(
+        self, ops: Sequence[int], row: Row, run: Callable[..., Any], carried: tuple[Arrays, ...]
+    ) -> tuple[Arrays, ...]:
+        """`run` for the layers of a tick that does one of `ops`, for none in other ticks.
+
+        Loops update what they carry in place: a conditional would copy what its branches return, in
+        ticks of other operations as well. A GPU waits for the host where a loop's length is data,
+        so that chunks of one size are a loop of no or one run around one of known length.
         """
-        machine, state = self.machine, state._replace(message=all_at(state.inbox, row.inbox))
-        once = functools.partial(self._once, row)
-        state = once(state, machine.forward, (F, HEAD), "saved")
-        state = once(state, machine.scored, (HEAD,), "scores", "batch")
-        if not machine.forward_only:
-            state = once(state, machine.backward, (B,), "saved", "kept", "batch")
-            state = once(state, machine.late_gradients, (W,), "kept", "closures", "weights")
-        inbox = state.inbox
-        for channel, slot in enumerate(row.receive):
-            inbox = put(inbox, self.handed_on(state.message, channel, row.sends[channel]), slot)
-        return state._replace(inbox=inbox), None
+        rows, is_on = self.routes.rows, functools.reduce(jnp.logical_or, (row.op == n for n in ops))
+        sizes = {1} if ops == (HEAD,) else {*rows.layers[np.isin(rows.op, ops)].tolist()}
+        count = sizes.pop() if len(sizes) == 1 else row.layers
 
-    def _once(
-        self, row: Row, state: State, change: Callable[..., State], ops: Sequence[int], *names: str
-    ) -> State:
-        """`change(row, state)` of the message and of the fields `names`, in ticks of `ops`."""
-        names = ("message", *names)
+        def one(number: Any, carried: Any) -> tuple[Arrays, ...]:
+            return tuple(run(row.base + (count - 1 - number if B in ops else number), *carried))
 
-        def changed(values: Sequence[Any]) -> State:
-            return state._replace(**dict(zip(names, values, strict=True)))
+        with self._ticks(ops, not sizes).scope():
+            if sizes:
+                return lax.fori_loop(0, jnp.where(is_on, count, 0), one, carried)
+            every = lambda _, carried: lax.fori_loop(0, count, one, carried)  # noqa: E731
+            return lax.fori_loop(0, is_on.astype(np.int32), every, carried)
 
-        def once(_: Any, values: Sequence[Any]) -> list[Any]:
-            after = change(row, changed(values))
-            return [getattr(after, name) for name in names]
+    def _ticks(self, ops: Sequence[int], once: bool) -> Ticks:
+        """How often a loop runs: on the last stage, and on that which the others wait for.
 
-        last, op = self.pipe.schedule.positions[-1][0], self.routes.rows.op
-        own, slowest = int(np.isin(op[:, last], ops).sum()), int(np.isin(self.slowest, ops).sum())
-        ticks = Ticks((len(op) - own, own), {1: len(op) - slowest, 2: slowest})
-        runs = ((row.op == ops[0]) | (row.op == ops[-1])).astype(np.int32)
-        with ticks.scope():
-            return changed(lax.fori_loop(0, runs, once, [getattr(state, name) for name in names]))
-
-    @functools.cached_property
-    def slowest(self) -> np.ndarray:
-        """The operation that all stages wait for, in every tick."""
-        rows, seconds = self.routes.rows, np.array(self.pipe.seconds)
-        seconds[HEAD] += seconds[F] * rows.layers[rows.op == HEAD].max(initial=0)
-        spent = np.where(rows.op == HEAD, seconds[HEAD], rows.layers * seconds[rows.op])
-        return np.take_along_axis(rows.op, spent.argmax(1)[:, None], 1)[:, 0]
+        A loop over layers runs once for each, unless it is `once` around another one.
+        """
+        rows, last = self.routes.rows, self.pipe.schedule.positions[-1][0]
+        runs = np.isin(rows.op, ops) * (1 if once else rows.layers)
+        slowest = self.routes.spent.argmax(1)[:, None]
+        own, waited = int(runs[:, last].sum()), int(np.take_along_axis(runs, slowest, 1).sum())
+        count = len(runs)
+        return Ticks((max(count - own, 0), own), {1: max(count - waited, 0), 2: waited}, count)
 
     def handed_on(self, sent: Arrays, channel: int, number: Any) -> Arrays:
         """What arrives on a channel from the stages that have something to send."""
@@ -121,6 +298,7 @@ class Execution:
         with Ticks(tuple(own), {1 << n: count for n, count in enumerate(counts)}).scope():
             return lax.switch(number, [functools.partial(permute, pairs) for pairs in sets], sent)
 
+    @functools.cached_property
     def rows(self) -> Row:
         """The table of this device's stage, a row for each tick."""
         leaves, tree = jax.tree.flatten(self.routes.rows)
@@ -161,7 +339,7 @@ def _partition(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], _: list[Sharding]
     chunks = (pipe.schedule.chunks, max(pipe.layers))
     arrays[2] = [w.reshape(*chunks, *w.shape[1:]) for w in arrays[2]]
     passes = [piece.as_pass() if piece else None for piece in (ahead, behind, late, head)]
-    found = iter(Execution(stages, pipe, Machine(passes, arrays, pipe.layers)).run())
+    found = iter(Execution(stages, pipe, passes, arrays).run())
     scores = head.results[: len(head.results) - len(gradients)] if head else ()
     sums_of, n = late.results if late else (), len(floats(closures))
     leaving, count = gradients if head else inputs, pipe.schedule.microbatches

@@ -1,14 +1,16 @@
-"""What a pipeline means: the layers one after the other, microbatch by microbatch.
+"""What a pipeline means, and what a stage does in a tick: forward, backward, weight gradients.
 
-`pipeline_p` is that, as an operator. Wherever no stages are, this is what runs: eagerly, under
-`jax.jit`, in `gshard.check` and in replays. Gradients are summed in the order of the microbatches.
+`pipeline_p` is the layers one after the other, microbatch by microbatch, as an operator. Wherever
+no stages are, this is what runs: eagerly, under `jax.jit`, in `gshard.check` and in replays. A
+machine has buffers of slots for what waits, and sums; with one slot of each, and the operations of
+every microbatch one after the other, it is what the operator means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +20,13 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 
 from gshard._jax import ad, batching, mlir
 from gshard.graph.regions import MEANINGS
-from gshard.pipelining.machine import Machine, Pass, State
-from gshard.pipelining.routes import Row
-from gshard.pipelining.schedules import Schedule
+from gshard.pipelining.passes import floats, is_float
+from gshard.pipelining.routes import EQUAL, HEAD, Row
+from gshard.pipelining.schedules import B, F, Schedule, W
+from gshard.tensors import padding
+from gshard.tensors.keys import is_key_type
 
+Arrays = list[Any]
 Bodies = tuple[ClosedJaxpr | None, ...]  # the passes of a layer (`passes.Passes`), and the head
 
 
@@ -31,21 +36,21 @@ class Pipe:
 
     `layers` are the numbers of layers at each position of the schedule. `counts` are those of the
     operands: the head's closures, closures, weights, inputs, targets and cotangents of the scores.
-    `seconds` are those of IDLE, F, B and W of a layer, and of the head, relative to each other.
+    `seconds` are `routes.Seconds`, relative to each other.
     `numbers` are those of stages that it might have, where the program leaves that open.
     """
 
     schedule: Schedule
     layers: tuple[int, ...]
     counts: tuple[int, ...]
-    seconds: tuple[float, ...] = (0.0, 1.0, 1.0, 1.0, 0.0)
+    seconds: tuple[float, ...] = EQUAL
     numbers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         schedule, costs = self.schedule, [0.0] * self.schedule.stages
         for (stage, _), layers in zip(schedule.positions, self.layers, strict=True):
             costs[stage] += layers
-        costs[schedule.positions[-1][0]] += self.seconds[4] / (sum(self.seconds[:4]) or 1.0)
+        costs[schedule.positions[-1][0]] += self.seconds[HEAD] / (sum(self.seconds[:HEAD]) or 1.0)
         slowest, mean = costs.index(max(costs)), sum(costs) / len(costs)
         late = f", stage {slowest} slowest by {100 * (max(costs) / mean - 1):.0f}%"
         return (
@@ -90,6 +95,196 @@ class Pipe:
         return [jnp.concatenate([w[run[0] : run[-1] + 1] for run in runs]) for w in weights]
 
 
+class State(NamedTuple):
+    """What a stage has between two ticks."""
+
+    message: Arrays  # that is handed on: an input of the next layers, or its gradient
+    inbox: Arrays  # slots: received, residuals, what weight gradients need
+    saved: Arrays
+    kept: Arrays
+    scores: Arrays  # sums: scores and gradients of the head's closures; of closures, of weights
+    closures: Arrays
+    weights: Arrays
+    batch: Arrays  # gradients of the inputs, or outputs, by microbatch
+
+
+class Pass(NamedTuple):
+    """A pass of a layer, or the head, as a function of arrays; the types of its results."""
+
+    run: Callable[..., Arrays]
+    results: Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """One stage. `arrays` are the operands of each kind, weights as [chunk, layer, ...].
+
+    `loop(ops, row, run, carried)` calls `run(layer, *carried)` for the layers of a tick that does
+    one of `ops`, once for the head. It carries what changes alone, which is updated in place.
+    """
+
+    passes: Sequence[Pass | None]  # of `passes.Passes`, and the head
+    arrays: Sequence[Arrays]
+    loop: Callable[..., tuple[Arrays, ...]]
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether there are no gradients."""
+        return self.passes[1] is None
+
+    def start(self, slots: tuple[int, int, int], microbatches: int) -> State:
+        """Empty slots, so many of each kind, and sums of nothing."""
+        inputs = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.arrays[3]]
+        ahead, behind, late, head = (found.results if found else [] for found in self.passes)
+        gradients = [] if self.forward_only else floats(inputs)
+        closures, (messages, residuals, pending) = len(floats(self.arrays[1])), slots
+        leaving, rows = (inputs, 0) if self.passes[3] is None else (gradients, 1)
+        chunks, most = self.arrays[2][0].shape[:2]
+        return State(
+            _made(_unused, inputs),
+            _made(_unused, inputs, messages),
+            _made(_unused, ahead[len(inputs) :], residuals, most),
+            _made(_unused, behind[len(gradients) :] if pending else [], pending, most),
+            _made(_zeros, head[: len(head) - len(gradients)]),
+            _made(_zeros, late[:closures]),
+            _made(_zeros, late[closures:], chunks, most),
+            _made(_zeros, leaving, microbatches + rows),
+        )
+
+    def results(self, end: State, microbatches: int) -> Arrays:
+        """Scores and gradients, of weights by row; or what there is without gradients."""
+        rows = [w.reshape(-1, *w.shape[2:]) for w in end.weights]
+        return [*end.scores, *end.closures, *rows, *(x[:microbatches] for x in end.batch)]
+
+    def forward(self, row: Row, state: State) -> State:
+        """F: the output is handed on, residuals are saved."""
+        pairs = zip(self.arrays[3], state.message, strict=True)
+        x = [jnp.where(row.first == 1, _at(a, row.microbatch), b) for a, b in pairs]
+
+        def one(layer: Any, x: Arrays, saved: Arrays) -> tuple[Arrays, Arrays]:
+            y, residuals = _cut(self._run(0, row, layer, x), len(x))
+            return y, put(saved, residuals, row.saved, layer)
+
+        message, saved = self.loop((F, HEAD), row, one, (x, state.saved))
+        return state._replace(message=message, saved=saved)
+
+    def scored(self, row: Row, state: State) -> State:
+        """The head on the last output: the gradient is handed on to B of this stage."""
+        head = self.passes[3]
+
+        def one(_: Any, y: Arrays, scores: Arrays, batch: Arrays) -> tuple[Arrays, ...]:
+            if head is None:
+                return y, scores, put(batch, y, row.microbatch)
+            targets = all_at(self.arrays[4], row.microbatch)
+            found = head.run(*self.arrays[0], *y, *targets, *self.arrays[5])
+            own, gradient = _cut(found, len(scores))
+            return _with_floats(y, gradient), _added(scores, own), batch
+
+        carried = (state.message, state.scores, state.batch)
+        message, scores, batch = self.loop((HEAD,), row, one, carried)
+        return state._replace(message=message, scores=scores, batch=batch)
+
+    def backward(self, row: Row, state: State) -> State:
+        """B and W: the gradient of the input is handed on, or leaves; the others are added up.
+
+        Where W comes later, what it needs is kept. Otherwise both are done for a layer at once: for
+        the upper half of the layers in the tick of B, and for the lower half in that of W.
+        """
+
+        def handed(layer: Any, g: Arrays, kept: Arrays) -> tuple[Arrays, Arrays]:
+            g, needed = self._input_gradient(row, layer, state.saved, g)
+            return g, put(kept, needed, row.kept, layer)
+
+        def summed(layer: Any, *sums: Arrays) -> tuple[Arrays, ...]:
+            return self._weight_gradients(row, layer, all_at(kept, row.kept, layer), *sums)
+
+        def both(layer: Any, g: Arrays, *sums: Arrays) -> tuple[Arrays, ...]:
+            g, needed = self._input_gradient(row, layer, state.saved, g)
+            return g, *self._weight_gradients(row, layer, needed, *sums)
+
+        g, kept, closures, weights = (
+            floats(state.message),
+            state.kept,
+            state.closures,
+            state.weights,
+        )
+        if kept:
+            g, kept = self.loop((B,), row, handed, (g, kept))
+            closures, weights = self.loop((W,), row, summed, (closures, weights))
+        else:
+            g, closures, weights = self.loop((B, W), row, both, (g, closures, weights))
+        new = {"message": _with_floats(state.message, g), "closures": closures, "weights": weights}
+        return state._replace(**new, kept=kept, batch=put(state.batch, g, row.batch))
+
+    def _input_gradient(self, row: Row, layer: Any, saved: Arrays, g: Arrays) -> Any:
+        """Of a layer, and what the gradients of its weights need."""
+        return _cut(self._run(1, row, layer, all_at(saved, row.saved, layer), g), len(g))
+
+    def _weight_gradients(
+        self, row: Row, layer: Any, needed: Arrays, closures: Arrays, sums: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """The sums with the gradients of a layer."""
+        own, gradients = _cut(self._run(2, row, layer, needed), len(closures))
+        added = _added(all_at(sums, row.chunk, layer), gradients)
+        return _added(closures, own), put(sums, added, row.chunk, layer)
+
+    def _run(self, number: int, row: Row, layer: Any, *operands: Arrays) -> Arrays:
+        """A pass of a layer."""
+        chosen, weights = self.passes[number], all_at(self.arrays[2], row.chunk, layer)
+        assert chosen
+        return chosen.run(*self.arrays[1], *weights, *(a for part in operands for a in part))
+
+
+def put(buffers: Arrays, values: Sequence[Any], *slot: Any) -> Arrays:
+    """The buffers with values in a slot of each."""
+    pairs = zip(buffers, values, strict=True)
+    return [lax.dynamic_update_slice(b, v[(None,) * len(slot)], _start(b, slot)) for b, v in pairs]
+
+
+def _start(buffer: Any, slot: Sequence[Any]) -> list[Any]:
+    """The first element of a slot."""
+    numbers = [0 if size == 1 else n for n, size in zip(slot, buffer.shape, strict=False)]
+    return [*numbers, *[0] * (buffer.ndim - len(slot))]
+
+
+def _at(buffer: Any, *slot: Any) -> jax.Array:
+    shape = buffer.shape[len(slot) :]
+    found = lax.dynamic_slice(buffer, _start(buffer, slot), (*[1] * len(slot), *shape))
+    return found.reshape(shape)
+
+
+def all_at(buffers: Arrays, *slot: Any) -> Arrays:
+    """What is in a slot of each buffer."""
+    return [_at(buffer, *slot) for buffer in buffers]
+
+
+def _with_floats(message: Arrays, gradient: Arrays) -> Arrays:
+    """A gradient as a message, of the types of an input; none where only scores are wanted."""
+    left = iter(gradient)
+    return [next(left) if gradient and is_float(x) else x for x in message]
+
+
+def _cut(values: Arrays, first: int) -> tuple[Arrays, Arrays]:
+    return values[:first], values[first:]
+
+
+def _added(sums: Sequence[Any], values: Sequence[Any]) -> Arrays:
+    return [a + b for a, b in zip(sums, values, strict=True)]
+
+
+def _made(fill: Callable[..., Any], types: Sequence[Any], *count: int) -> Arrays:
+    return [fill((*count, *t.shape), t.dtype) for t in types]
+
+
+def _zeros(shape: Sequence[int], dtype: Any) -> jax.Array:
+    return lax.full(tuple(shape), 0, dtype)
+
+
+def _unused(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """What nothing reads before it is written."""
+    return _zeros(shape, dtype) if is_key_type(dtype) else padding.filled(shape, dtype)
+
+
 pipeline_p = Primitive("pipeline")
 pipeline_p.multiple_results = True
 
@@ -100,16 +295,22 @@ def run(*flat: Any, pipe: Pipe, bodies: Bodies) -> list[Any]:
     layers = pipe.taken(operands[2], pipe.places)
     operands[2] = [w[None] for w in layers]
     passes = [body and Pass(jaxpr_as_fun(body), body.out_avals) for body in bodies]
-    machine = Machine(passes, operands, [sum(pipe.layers)])
+    last = sum(pipe.layers) - 1
+
+    def loop(ops: Sequence[int], _: Row, one: Any, carried: Any) -> Any:
+        def each(number: Any, found: Any) -> Any:
+            return tuple(one(last - number if B in ops else number, *found))
+
+        return lax.fori_loop(0, 1 if ops == (HEAD,) else last + 1, each, carried)
+
+    machine = Machine(passes, operands, loop)
 
     def step(state: State, number: Any) -> tuple[State, None]:
-        row = Row(0, 0, number, 1, 0, 0, 0, sum(pipe.layers), number)
+        row = Row(0, 0, number, 1, 0, 0, 0, 0, last + 1, number)
         state = machine.scored(row, machine.forward(row, state))
-        if not machine.forward_only:
-            state = machine.late_gradients(row, machine.backward(row, state))
-        return state, None
+        return state if machine.forward_only else machine.backward(row, state), None
 
-    end, _ = lax.scan(step, machine.start((1, 1, 1), count), np.arange(count))
+    end, _ = lax.scan(step, machine.start((1, 1, 0), count), np.arange(count))
     if not pipe.is_staged:  # a row that is there again has no gradient
         empty = [jnp.zeros((1, len(pipe.rows), *w.shape[2:]), w.dtype) for w in end.weights]
         pairs = zip(empty, end.weights, strict=True)

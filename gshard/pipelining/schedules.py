@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,8 +22,6 @@ IDLE, F, B, W = range(4)
 LETTERS = ".FBW"
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 Work = tuple[int, int, int]  # an operation, the position it is at, and the microbatch
-# What a stage may do next, best first, given how often it did each operation at each position.
-Choose = Callable[[int, Mapping[tuple[int, int], int]], Iterable[Work]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +47,6 @@ class Schedule:
         return [(stage, chunk) for chunk in range(self.chunks) for stage in stages]
 
     @functools.cached_property
-    def owned(self) -> list[list[int]]:
-        """The positions of every stage."""
-        places = list(enumerate(self.positions))
-        return [[n for n, (owner, _) in places if owner == stage] for stage in range(self.stages)]
-
-    @functools.cached_property
     def table(self) -> np.ndarray:
         """`table[tick, stage]` is an operation, a chunk and a microbatch."""
         table = np.zeros((1 + max(self.when.values()), self.stages, 3), int)
@@ -72,6 +64,15 @@ class Schedule:
     def bubble(self) -> float:
         """The idle share of all ticks of all stages."""
         return float((self.table[..., 0] == IDLE).mean())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each W follows its B at once, and the stage before waits for both."""
+        late = {work[1:]: tick for work, tick in self.when.items() if work[0] == W}
+        ends = ((n, m, t) for (op, n, m), t in self.when.items() if op == B)
+        return bool(late) and all(
+            late[n, m] == t + 1 and (n == 0 or self.when[B, n - 1, m] > t + 1) for n, m, t in ends
+        )
 
     @property
     def in_flight(self) -> int:
@@ -127,26 +128,6 @@ class Schedule:
         stage, chunk = self.positions[work[1]]
         return f"{self._cell(work[0], chunk, work[2])} of stage {stage}"
 
-    def simulated(
-        self, choose: Choose, whole: bool = False, ops: Sequence[int] = (F, B, W)
-    ) -> Schedule:
-        """With the work done if every stage does in each tick the first it chooses that it can."""
-        done, count, tick = dict[Work, int](), Counter[tuple[int, int]](), 0
-
-        def can(work: Work) -> bool:
-            ready = all(done.get(needed, tick) < tick for needed in self.needs(work, whole))
-            return work[0] in ops and work[2] < self.microbatches and ready
-
-        while len(done) < len(ops) * self.microbatches * len(self.positions):
-            works = [next(filter(can, choose(s, count)), None) for s in range(self.stages)]
-            now = [work for work in works if work]
-            if not now:
-                raise ValueError(f"a schedule of {self.stages} stages waits for itself: {done}")
-            done.update(dict.fromkeys(now, tick))
-            count.update(work[:2] for work in now)
-            tick += 1
-        return Schedule(self.name, self.stages, self.microbatches, self.chunks, self.vee, done)
-
 
 def make(name: str, stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     """The schedule of a name in `NAMES`; `chunks` are those of an interleaved one."""
@@ -155,73 +136,64 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 2) -> Schedule
             f"schedule='interleaved': {microbatches} microbatches do not divide by {stages} "
             "stages; a multiple of the stages is allowed, or schedule='zbv'"
         )
-    if name in ("gpipe", "1f1b", "interleaved"):
-        empty = Schedule(name, stages, microbatches, chunks if name == "interleaved" else 1)
-        return empty.simulated(_in_order(empty), whole=True)
-    if name == "zb-h1":
-        empty = Schedule(name, stages, microbatches)
-        return empty.simulated(_greedy(empty, range(stages, 0, -1), (3 * stages + 1) // 2))
-    if name == "zbv":
-        empty = Schedule(name, stages, microbatches, 2, stages > 1)
-        return empty.simulated(_greedy(empty, [2 * stages] * stages, 2 * stages + 2))
-    raise ValueError(
-        f"schedule={name!r}: allowed are {', '.join(map(repr, NAMES))}, 'auto', and a table of "
-        "your own as text, a line for each stage"
-    )
+    if name not in NAMES:
+        raise ValueError(
+            f"schedule={name!r}: allowed are {', '.join(map(repr, NAMES))}, 'auto', and a table of "
+            "your own as text, a line for each stage"
+        )
+    chunks = {"interleaved": chunks, "zbv": 2}.get(name, 1)
+    empty = Schedule(name, stages, microbatches, chunks, name == "zbv" and stages > 1)
+    most = {"gpipe": microbatches, "zbv": 2 * stages}.get(name, 0)
+    limits = [most or stages * chunks - stage for stage in range(stages)]
+    late = {"zb-h1": (3 * stages + 1) // 2, "zbv": 2 * stages + 2}.get(name, 0)
+    return _listed(empty, limits, late)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Forward passes alone, on the same stages and chunks, as early as they can be."""
     most = schedule.microbatches * schedule.chunks + 1
-    return schedule.simulated(_greedy(schedule, [most] * schedule.stages, most), ops=(F,))
+    return _listed(schedule, [most] * schedule.stages, most, (F,))
 
 
-def _in_order(empty: Schedule) -> Choose:
-    """Each stage does a list of its own in order, and waits: GPipe, 1F1B, interleaved 1F1B.
+def _listed(
+    empty: Schedule, limits: Sequence[int], late: int, ops: Sequence[int] = (F, B, W)
+) -> Schedule:
+    """A list scheduler: in every tick each stage does the first work on its list that it can.
 
-    The first forward passes fill the pipeline; then a backward pass, all of it, and a forward pass
-    take turns. Chunks take turns after as many microbatches as there are stages.
+    At most `limits[stage]` microbatches wait for B, and at most `late` for W: first comes what
+    others wait for, B before F before W. With `late` 0 a backward pass is B and W, one after the
+    other. It is due when the limit is reached, and a stage waits for what is due: GPipe, 1F1B, and
+    interleaved 1F1B, where chunks take turns after as many microbatches as there are stages.
     """
-    stages, microbatches, chunks = empty.stages, empty.microbatches, empty.chunks
-    lists = []
-    for stage in range(stages):
-        rounds = [
-            [(position, m) for m in range(first, min(first + stages, microbatches))]
-            for first in range(0, microbatches, stages)
-            for position in empty.owned[stage]
-        ]
-        forward = [(F, *each) for turn in rounds for each in turn]
-        turns = [rounds[i : i + chunks][::-1] for i in range(0, len(rounds), chunks)]
-        backward = [each for group in turns for turn in group for each in turn]
-        filling = len(forward) if empty.name == "gpipe" else stages * chunks - stage
-        later = [[work] for work in forward[filling:]] + [[]] * len(forward)
-        works = forward[:filling]
-        for each, more in zip(backward, later, strict=False):
-            works += [(B, *each), (W, *each), *more]
-        lists.append(works)
+    done, count, every = dict[Work, int](), Counter[tuple[int, int]](), empty.microbatches
+    places, tick = list(enumerate(empty.positions)), 0
 
-    def choose(stage: int, count: Mapping[tuple[int, int], int]) -> list[Work]:
-        done = sum(count[op, n] for op in (F, B, W) for n in empty.owned[stage])
-        return lists[stage][done : done + 1]
+    def can(work: Work) -> bool:
+        ready = all(done.get(needed, tick) < tick for needed in empty.needs(work, not late))
+        return work[0] in ops and work[2] < every and ready
 
-    return choose
+    def works(stage: int) -> list[Work]:
+        mine = [n for n, (owner, _) in places if owner == stage]
+        ahead, behind, last = ([(op, n, count[op, n]) for n in mine] for op in (F, B, W))
+        begun, back, ended = (sum(count[op, n] for n in mine) for op in (F, B, W))
+        full = begun - back >= limits[stage] or begun - ended >= (late or begun + 1)
+        if late:
+            return [*behind, *([] if full else ahead[::-1]), *last]
+        if back > ended:
+            return last
+        if full or begun == every * len(mine):
+            return [min(behind, key=lambda work: (work[2] // empty.stages, -work[1]))]
+        return [min(ahead, key=lambda work: (work[2] // empty.stages, work[1]))]
 
-
-def _greedy(empty: Schedule, limits: Sequence[int], most: int) -> Choose:
-    """Each stage does what others wait for: B before F before W.
-
-    At most `limits[stage]` microbatches wait for B, and at most `most` for W.
-    """
-
-    def choose(stage: int, count: Mapping[tuple[int, int], int]) -> list[Work]:
-        mine = empty.owned[stage]
-        forward, backward, weights = (sum(count[op, n] for n in mine) for op in (F, B, W))
-        full = forward - backward >= limits[stage] or forward - weights >= most
-        ahead = [] if full else [(F, n, count[F, n]) for n in reversed(mine)]
-        behind, late = ([(op, n, count[op, n]) for n in mine] for op in (B, W))
-        return [*behind, *ahead, *late]
-
-    return choose
+    while len(done) < len(ops) * every * len(places):
+        found = [next(filter(can, works(stage)), None) for stage in range(empty.stages)]
+        now = [work for work in found if work]
+        if not now:
+            raise ValueError(f"a schedule of {empty.stages} stages waits for itself: {done}")
+        done.update(dict.fromkeys(now, tick))
+        count.update(work[:2] for work in now)
+        tick += 1
+    return Schedule(empty.name, empty.stages, every, empty.chunks, empty.vee, done)
 
 
 def parse(text: str, vee: bool = False, name: str = "own") -> Schedule:

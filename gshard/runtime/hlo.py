@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -111,7 +111,7 @@ class HloProgram:
             else:  # each result has all of a kernel's elements for one output feature
                 kernel = product.attribute(r"dim_labels=\w+_(\w+)->")
                 inner = math.prod(right) // right[kernel.index("o")]
-            runs = self._runs.get(product.computation, 1)
+            runs = self._runs(product.computation)
             found += 2.0 * runs * inner * math.prod(product.shapes[0][1])
         return found
 
@@ -120,7 +120,9 @@ class HloProgram:
         lines = {i: self._line(i) for i in self._instructions}
         return {
             i.name: HloPlace(
-                "unknown" if "<" in line else line, i.op, self._runs.get(i.computation, 1)
+                "unknown" if "<" in line else line,
+                i.op,
+                self._runs(i.computation, unknown=0),
             )
             for i, line in lines.items()
         }
@@ -161,7 +163,7 @@ class HloProgram:
         scopes = value.attribute(r'op_name="([^"]*)"') or found.attribute(r'op_name="([^"]*)"')
         way = " (backward)" if "transpose(" in scopes else ""
         reason = Reason("step", "XLA", f"for {scopes.rpartition('/')[2] or 'unknown'}{way}")
-        runs, sent = self._runs.get(found.computation, 1), moved.sent(self._num_devices)
+        runs, sent = self._runs(found.computation), moved.sent(self._num_devices)
         line = self._line(value)
         line = self._line(found) if line == "unknown" else line
         return Collective(moved.kind, sent, runs, members, moved.dtype, line, reason), moved
@@ -204,24 +206,29 @@ class HloProgram:
     # ------------------------------------------------------------ loops and groups
 
     @functools.cached_property
-    def _runs(self) -> dict[str, int]:
-        """How often each computation runs: the product of its loops' trip counts."""
-        calls: dict[str, list[tuple[str, int]]] = {}
+    def _runs(self) -> Callable[..., int]:
+        """How often a computation runs: the product of its loops' trip counts.
+
+        By default, a branch and a loop whose length is data run once (`unknown`).
+        """
+        calls: dict[str, list[tuple[str, int | None]]] = {}
         for found in self._instructions:
-            trips = int(found.attribute(r'"known_trip_count":\{"n":"(\d+)"\}') or 1)
+            trips = found.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
             for kind, callees in re.findall(
                 r"(body|calls|to_apply|condition|\w+_computations?)=(%[\w.\-]+|\{.*?\})", found.text
             ):
+                by_data = kind.startswith(("branch", "true", "false")) or kind == "body"
+                times = (int(trips) if trips else None) if by_data else 1
                 for callee in re.findall(r"%([\w.\-]+)", callees):
-                    times = trips if kind == "body" else 1
                     calls.setdefault(callee, []).append((found.computation, times))
 
         @functools.cache
-        def runs(computation: str) -> int:
-            callers = calls.get(computation, [])
-            return sum(runs(caller) * times for caller, times in callers) if callers else 1
+        def runs(computation: str, unknown: int = 1) -> int:
+            callers = calls.get(computation)
+            each = ((runs(c, unknown), unknown if n is None else n) for c, n in callers or ())
+            return sum(outer * times for outer, times in each) if callers else 1
 
-        return {callee: runs(callee) for callee in calls}
+        return runs
 
     def _groups(self, found: Instruction) -> Groups:
         """The devices that take part together; () for all of them."""

@@ -22,13 +22,15 @@ PLACES = {
 }
 
 
-def event(op, microseconds, device):
-    values = [f'str_value: "{op}"', 'str_value: "jit_f"', f"int64_value: {device}"]
-    stats = " ".join(f"stats {{ metadata_id: {n} {v} }}" for n, v in enumerate(values, 1))
+def event(ops, microseconds, device):
+    """An event of some instructions, the outermost first."""
+    values = [(1, f'str_value: "{op}"') for op in ops.split()]
+    values += [(2, 'str_value: "jit_f"'), (3, f"int64_value: {device}")]
+    stats = " ".join(f"stats {{ metadata_id: {n} {v} }}" for n, v in values)
     return f"events {{ metadata_id: 1 duration_ps: {microseconds * 10**6} {stats} }}"
 
 
-def trace(folder, events):
+def trace(folder, events, plane="/host:CPU"):
     """A trace of one line of events, as JAX writes it."""
     names = ("hlo_op", "hlo_module", "device_ordinal")
     metadata = "".join(
@@ -36,7 +38,7 @@ def trace(folder, events):
         for n, name in enumerate(names, 1)
     )
     metadata += 'event_metadata { key: 1 value { id: 1 name: "an op" } }'
-    text = f'planes {{ name: "/host:CPU" {metadata} lines {{ name: "a" {" ".join(events)} }} }}'
+    text = f'planes {{ name: "{plane}" {metadata} lines {{ name: "a" {" ".join(events)} }} }}'
     path = folder / "host.xplane.pb"
     path.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
     return folder
@@ -75,6 +77,41 @@ def test_waits_at_collectives_do_not_count_and_loops_are_not_counted_twice(tmp_p
     assert np.isclose(found.measured, 120e-6)
     with pytest.raises(ValueError, match="has no step of jit_g: run the compiled function inside"):
         profile("g", "jit_g", lowered().forecast("h100"), PLACES, tmp_path)
+
+
+def test_kernels_of_branches_loops_and_command_buffers_count(tmp_path):
+    """Instructions whose runs depend on data are more than the others: they do not count steps."""
+    places = {**PLACES, "call.4": HloPlace("unknown", "call", 1)}
+    places |= {f"fusion.{n}": HloPlace("model.py:9", "fusion", 0) for n in range(3)}
+    events = [event("dot.1", 10, 0), event("call.4", 5, 0)] * 2
+    events += [event(f"while.3 fusion.{n}", 1, 0) for n in range(3)] * 2 * 7
+    trace(tmp_path, events, "/device:GPU:0")
+    found = profile("f", "jit_f", lowered().forecast("h100"), places, tmp_path)
+    rows = {row.name.split(" (")[0]: row.measured for row in found.lines if row.measured}
+    wanted = {"model.py:9": 3 * 7e-6, "model.py:3": 10e-6, "command buffers": 5e-6}
+    assert found.steps == 2
+    assert rows == pytest.approx(wanted)
+
+
+def test_a_real_trace_has_what_branches_and_loops_of_unknown_length_do(tmp_path):
+    def steps(x, n):
+        def tick(x, op):
+            x = jax.lax.switch(op, [jnp.sin, lambda x: jnp.tanh(x @ x)], x)
+            return jax.lax.fori_loop(0, 8 * op, lambda _, x: jnp.cos(x @ x), x), None
+
+        return jax.lax.scan(tick, x, n)[0]
+
+    arguments = jnp.ones((32, 32)), jnp.array([0, 1, 1, 1, 0])
+    program = gshard.jit(steps, devices=jax.devices()[:2]).lower(*arguments)
+    compiled = program.compile()
+    with jax.profiler.trace(str(tmp_path)):
+        for _ in range(3):
+            jax.block_until_ready(compiled(*arguments))
+    found = program.measured(tmp_path, "cpu")
+    first = steps.__code__.co_firstlineno
+    measured = {row.name.rpartition(":")[2] for row in found.lines if row.measured}
+    assert found.steps == 3
+    assert {str(first + 2), str(first + 3)} <= measured  # the branch, and the loop after it
 
 
 def test_a_real_trace_has_every_collective_and_the_fit_meets_its_times(tmp_path):

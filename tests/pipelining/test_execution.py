@@ -1,6 +1,7 @@
 """Pipelines on devices: values, gradients, what is sent, and memory."""
 
 import functools
+import math
 import re
 
 import jax
@@ -170,21 +171,45 @@ def test_what_a_lowered_program_says_of_its_pipelines():
     assert [t.own for t in loops] == [(55 - 16, 16)] * 4  # F, head, B and W of the last stage
     waited = [t.together[2] for t in loops]  # ticks in which all wait for F, B and W
     assert waited[0] + waited[2] + waited[3] == 55
-    assert waited[1] == 16
+    assert 1 <= waited[1] <= min(16, waited[0])  # of the head, the first at least
     assert 55 in {e.params["length"] for e in lowered.jaxpr.eqns if e.primitive.name == "scan"}
     assert 'class="op-W"' in lowered.page()
 
 
-def test_permutes_of_open_chains_are_asked_for_on_gpus_where_xla_can():
-    """A flag that XLA does not have is left out: it would refuse to compile."""
-    arguments = make_dense(layers=2, batch=4)
-    step = jax.grad(piped(dense, stages=2, microbatches=2, schedule="1f1b"))
+def test_permutes_are_in_cliques_of_their_own_on_gpus_where_xla_can():
+    """Two stages are the same pairs in all ticks; XLA hangs where these differ (xla 44530).
+
+    A flag that XLA does not have is left out: it would refuse to compile.
+    """
     flag = "xla_gpu_collective_permute_connected_components"
-    for machine in ("h100", "tpu-v5e"):
-        lowered = gshard.jit(step, devices=2, hardware=machine).lower(*arguments)
+    for machine, stages in (("h100", 2), ("h100", 4), ("tpu-v5e", 2)):
+        step = jax.grad(piped(dense, stages=stages, microbatches=2, schedule="1f1b"))
+        lowered = gshard.jit(step, devices=stages, hardware=machine).lower(*make_dense(4, batch=4))
         options = dict(lowered._program.settings.compiler_options)
-        assert (flag in options) == (machine == "h100" and pipeline._is_option(flag))
+        expected = (machine, stages) == ("h100", 2) and pipeline._is_option(flag)
+        assert (flag in options) == expected
     assert not pipeline._is_option("xla_gpu_no_such_flag")
+
+
+def test_no_tick_copies_slots_or_sums():
+    """Ticks copy messages, and what a product transposes: buffers are updated in place.
+
+    Where W follows B at once, both are one loop: nothing is kept for W.
+    """
+    arguments = make_dense(layers=8, width=16, batch=32)
+    for name, loops in (("1f1b", 3), ("zb-h1", 4)):
+        loss = piped(jax.checkpoint(dense), stages=2, microbatches=8, schedule=name)
+        step = gshard.jit(jax.value_and_grad(loss), devices=jax.devices()[:2])
+        lowered = step.lower(*arguments)
+        found = [e for e in walk(lowered.jaxpr) if e.primitive.name == "while" and Ticks.of(e)]
+        assert len(found) == loops
+        text, sizes = lowered.compile().as_text().partition("ENTRY")[0], []
+        for part in re.split(r"\n\n(?=%)", text):
+            if not part.startswith(("%fused", "%wrapped")):
+                shapes = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", part)
+                sizes += [math.prod(map(int, shape.split(","))) for shape in shapes]
+        hidden = 4 * 2 * 16  # of a microbatch, in a layer: less than any buffer
+        assert 0 < max(sizes) <= hidden, sizes
 
 
 @pytest.mark.slow

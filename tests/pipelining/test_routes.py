@@ -12,7 +12,11 @@ def test_a_machine_of_slots_reads_what_it_should(name, stages, rounds, alone):
     schedule = make(name, stages, stages * rounds)
     schedule = forward_only(schedule) if alone else schedule
     last = len(schedule.positions) - 1
-    routes = route(schedule, range(1, last + 2))
+    layers = tuple(range(2, last + 3))
+    # What is kept costs time: where W follows B at once, both are done in halves.
+    routes = route(schedule, layers, (0.0, 1.0, 9.0, 9.0, 0.0, 2.0))
+    halves = schedule.is_whole
+    assert halves == (not alone and (stages == 1 or not name.startswith("zb")))
     rows, channels = routes.rows, list(routes.send)
     position = {place: n for n, place in enumerate(schedule.positions)}
     inbox, saved, kept = ([{} for _ in range(stages)] for _ in range(3))
@@ -24,8 +28,11 @@ def test_a_machine_of_slots_reads_what_it_should(name, stages, rounds, alone):
             here = position[stage, rows.chunk[tick, stage]]
             slots = [table[tick, stage] for table in (rows.inbox, rows.saved, rows.kept)]
             if op != IDLE:
-                assert rows.layers[tick, stage] == here + 1
-            leaves = op == B and here == 0
+                lower, count = (here + 2) // 2, here + 2
+                part = {B: (lower, count), W: (0, lower)} if halves else {}
+                first, end = part.get(op, (0, count))
+                assert (rows.base[tick, stage], rows.layers[tick, stage]) == (first, end - first)
+            leaves = op == (W if halves else B) and here == 0
             assert rows.batch[tick, stage] == (m if leaves else schedule.microbatches)
             if op in (F, HEAD):
                 assert (op == HEAD) == (here == last)
@@ -36,8 +43,16 @@ def test_a_machine_of_slots_reads_what_it_should(name, stages, rounds, alone):
                 saved[stage][slots[1]] = here, m
             elif op == B:
                 assert inbox[stage].pop(slots[0]) == ("gradient", here, m)
+                assert saved[stage][slots[1]] == (here, m)
+                if halves:
+                    sent[stage] = ("half", here, m)
+                else:
+                    del saved[stage][slots[1]]
+                    kept[stage][slots[2]] = here, m
+                    sent[stage] = ("gradient", here - 1, m)
+            elif op == W and halves:
+                assert inbox[stage].pop(slots[0]) == ("half", here, m)
                 assert saved[stage].pop(slots[1]) == (here, m)
-                kept[stage][slots[2]] = here, m
                 sent[stage] = ("gradient", here - 1, m)
             elif op == W:
                 assert kept[stage].pop(slots[2]) == (here, m)
@@ -55,3 +70,4 @@ def test_a_machine_of_slots_reads_what_it_should(name, stages, rounds, alone):
     assert done == set(schedule.when)
     assert not any(inbox)
     assert not any(kept)
+    assert not halves or routes.slots[2] == 0
