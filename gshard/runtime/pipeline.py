@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from gshard import _jax
@@ -24,7 +24,6 @@ from gshard.graph.history import History
 from gshard.graph.regions import walk
 from gshard.moving.collectives import CollectivePermute
 from gshard.moving.costs import GENERIC_COSTS, use_cost_model
-from gshard.moving.nodes import node_of
 from gshard.moving.seen import Seen
 from gshard.planning.improve import FINAL_PASSES, PASSES
 from gshard.planning.plan import Plan, plan_note
@@ -68,22 +67,18 @@ def lower(
     with _planning(options, order):
         finished = history.run(FINAL_PASSES, arranged.plan.jaxpr, plan_note)
     settings = settings.with_options(options.variant.compiler_options)
-    if options.target(order.devices) == "gpu" and _has_one_clique(finished) and _is_option(_CHAINS):
+    nodes = (eqn.params.get("node") for eqn in walk(finished))
+    permutes = (node.groups for node in nodes if isinstance(node, CollectivePermute))
+    cliques = {frozenset(map(frozenset, pairs)) for pairs in permutes}
+    if len(cliques) == 1 and options.target(order.devices) == "gpu" and _is_option(_CHAINS):
         settings = settings.with_options({_CHAINS: True})
     wide = bool(jax.config.jax_enable_x64)
     return Program(captured, settings, arranged, finished, history, planned, wide)
 
 
-# Permutes between neighbours are otherwise ten times slower on GPUs. But XLA waits for ever where
-# two permutes connect devices in different ways (xla 44530).
+# Permutes between neighbours are otherwise ten times slower on GPUs. But XLA may wait for ever if
+# some permutes are between other devices than the rest (xla 44530).
 _CHAINS = "xla_gpu_collective_permute_connected_components"
-
-
-def _has_one_clique(finished: Jaxpr) -> bool:
-    """Whether all permutes are between the same pairs of devices."""
-    nodes = (node_of(eqn) for eqn in walk(finished))
-    pairs = (node.groups for node in nodes if isinstance(node, CollectivePermute))
-    return len({frozenset(map(frozenset, groups)) for groups in pairs}) == 1
 
 
 @functools.cache

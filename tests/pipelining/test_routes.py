@@ -7,6 +7,13 @@ from gshard.pipelining.routes import HEAD, LOCAL, route
 from gshard.pipelining.schedules import IDLE, NAMES, B, F, W, forward_only, make
 
 
+def layers_of(op, here, halves):
+    """The first of the layers that a position works on, and how many: it has `here + 2`."""
+    lower, count = (here + 2) // 2, here + 2
+    parts = {IDLE: (0, 0), B: (lower, count - lower), W: (0, lower)}
+    return parts[op] if op == IDLE or (halves and op in (B, W)) else (0, count)
+
+
 @given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 3), st.booleans())
 def test_a_machine_of_slots_reads_what_it_should(name, stages, rounds, alone):
     schedule = make(name, stages, stages * rounds)
@@ -27,11 +34,8 @@ def test_a_machine_of_slots_reads_what_it_should(name, stages, rounds, alone):
             op, m = rows.op[tick, stage], rows.microbatch[tick, stage]
             here = position[stage, rows.chunk[tick, stage]]
             slots = [table[tick, stage] for table in (rows.inbox, rows.saved, rows.kept)]
-            if op != IDLE:
-                lower, count = (here + 2) // 2, here + 2
-                part = {B: (lower, count), W: (0, lower)} if halves else {}
-                first, end = part.get(op, (0, count))
-                assert (rows.base[tick, stage], rows.layers[tick, stage]) == (first, end - first)
+            part = (rows.base[tick, stage], rows.layers[tick, stage])
+            assert part == layers_of(op, here, halves)
             leaves = op == (W if halves else B) and here == 0
             assert rows.batch[tick, stage] == (m if leaves else schedule.microbatches)
             if op in (F, HEAD):
