@@ -217,7 +217,7 @@ class Machine:
         return state._replace(**new, kept=kept, batch=put(state.batch, g, row.batch))
 
     def _input_gradient(self, row: Row, layer: Any, saved: Arrays, g: Arrays) -> Any:
-        """Of a layer, and what the gradients of its weights need."""
+        """The gradient of a layer's input, and what the gradients of its weights need."""
         return _cut(self._run(1, row, layer, all_at(saved, row.saved, layer), g), len(g))
 
     def _weight_gradients(
