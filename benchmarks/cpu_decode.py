@@ -107,7 +107,7 @@ def xla_engine(config: Any, steps: int) -> Search:
     from gshard.mt.decoding.search import BeamConfig
     from gshard.mt.decoding.translator import beam_search
     from gshard.mt.training.loading import model_like
-    from gshard.mt.training.names import unnamed
+    from gshard.mt.training.weights import unnamed
 
     model = jax.device_put(unnamed(random_weights(config), model_like(config)))
     search = BeamConfig(beam=BEAM, max_length=steps)
@@ -121,7 +121,7 @@ def ctranslate2_engine(config: Any, steps: int, int8: bool, threads: int) -> Sea
 
     from gshard.mt.release.ctranslate2 import specification
     from gshard.mt.training.loading import model_like
-    from gshard.mt.training.names import unnamed
+    from gshard.mt.training.weights import unnamed
 
     spec = specification(unnamed(random_weights(config), model_like(config)))
     source_pieces = ["<unk>", "<s>", "</s>", *map(str, range(3, config.source_vocab))]

@@ -52,9 +52,14 @@ def make_release(folder: Path, precision: str) -> Path:
     from gshard.mt.batching.tokenizer import Tokenizer, VocabularyConfig
     from gshard.mt.config import RunConfig, to_json
     from gshard.mt.run import CONFIG
-    from gshard.mt.training import checksums
-    from gshard.mt.training.released import VERIFIED
-    from gshard.mt.training.weights import WEIGHTS, quantize, summed_axes, write_weights
+    from gshard.mt.training.weights import (
+        VERIFIED,
+        WEIGHTS,
+        quantize,
+        summed_axes,
+        write_checksums,
+        write_weights,
+    )
 
     config = dataclasses.replace(dims(), stacked=False)
     sizes = VocabularyConfig(config.source_vocab, config.target_vocab, languages=("de",))
@@ -66,7 +71,7 @@ def make_release(folder: Path, precision: str) -> Path:
         if axes := summed_axes(name):
             found[name] = quantize(found[name], axes)
     write_weights(folder / WEIGHTS, found, {"step": "0"})
-    checksums.write(folder, VERIFIED)
+    write_checksums(folder, VERIFIED)
     return folder
 
 

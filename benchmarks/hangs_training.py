@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard import recording
-from gshard.mt.training import checksums
+from gshard.mt.training.weights import CHECKSUMS
 
 KINDS = ("stop", "die", "skip", "branch", "shape", "loader")
 _EITHER = ("skip", "branch", "shape")  # two processes that differ: nobody knows who is right
@@ -123,7 +123,7 @@ class Plant:
 
 def _saved(run: Path) -> int:
     """The step of the newest complete checkpoint of a run; 0 if there is none."""
-    names = [path.parent.name for path in run.glob(f"checkpoints/*/{checksums.FILE}")]
+    names = [path.parent.name for path in run.glob(f"checkpoints/*/{CHECKSUMS}")]
     return max([int(name) for name in names if name.isdigit()], default=0)
 
 

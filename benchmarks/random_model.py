@@ -31,7 +31,7 @@ def dims(experts: int = 0) -> Any:
 def random_weights(config: Any) -> dict[str, np.ndarray]:
     """Weights by name, of about the size that they have before training."""
     from gshard.mt.training.loading import model_like
-    from gshard.mt.training.names import named
+    from gshard.mt.training.weights import named
 
     rng = np.random.default_rng(0)
     found = {}

@@ -46,7 +46,7 @@ from gshard.mt.run import Run
 from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import Service
 from gshard.mt.training.loading import model_like
-from gshard.mt.training.names import unnamed
+from gshard.mt.training.weights import unnamed
 from gshard.nn.config import TransformerConfig
 
 CLIENTS = (1, 8, 64, 256)

@@ -35,7 +35,7 @@ WALKS = {
     "lower": Start("gshard.runtime.pipeline", "lower", "traced", 20, 5),
     "forecast": Start("gshard.forecast.report", "forecast", "jaxpr", 24, 10),
     "auto": Start("gshard.autosharding.cost.model", "build", "flat", 35, 18),
-    "training": Start("gshard.mt.training.loop", "train", "run", 66, 40),
+    "training": Start("gshard.mt.training.loop", "train", "run", 33, 12),
 }
 
 # Methods of values of any kind, arrays among them.

@@ -102,7 +102,7 @@ def train(
         from gshard.mt.data.corpus import Corpus
         from gshard.mt.lock import locked
         from gshard.mt.run import Run
-        from gshard.mt.training import failed_saves, loop
+        from gshard.mt.training import agreement, loop
 
         Corpus.open(config.data.corpus)  # before creating a folder that would stay unused
         folder = out or folder
@@ -115,7 +115,7 @@ def train(
             with TrainDisplay() as display:
                 if proved or checked is not None:
                     raise typer.Exit(_check(run, None if proved else checked, display))
-                failed_saves.silence_orbax_after_failure()
+                agreement.silence_orbax_after_failure()
                 intruder = held.intruder if held else lambda: ""
                 outcome = loop.train(run, display, back_to, reporter, intruder, keeps_step=True)
     _summarize(run, outcome)

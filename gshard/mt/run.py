@@ -18,6 +18,7 @@ from gshard.mt.errors import UserError
 from gshard.mt.lock import LOCK
 from gshard.mt.progress import Advance
 from gshard.nn.config import TransformerConfig
+from gshard.nn.shapes import weight_shapes
 
 if TYPE_CHECKING:
     from gshard.mt.data.corpus import Corpus
@@ -96,11 +97,21 @@ class Run:
             target_vocab=self.tokenizer.target_size,
         )
 
+    @functools.cached_property
+    def settings(self) -> dict[str, object]:
+        """Its settings by name."""
+        return {name: value for name, value, _ in settings(self.config)}
+
     @property
     def of_model(self) -> dict[str, object]:
         """The settings of its model by name, and its vocabularies' checksum."""
-        model = {name: value for name, value, _ in settings(self.config) if name[:6] == "model."}
+        model = {name: value for name, value in self.settings.items() if name[:6] == "model."}
         return {**model, "vocabulary": self.tokenizer.digest}
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every array of its model, by name."""
+        return weight_shapes(self.model_config)
 
     def make_vocabulary(self) -> None:
         """Train the vocabularies, or take the finished ones that the configuration names."""
@@ -119,6 +130,13 @@ class Run:
         folder = self.folder / "tokens"
         return open_tokens(self.corpus, self.tokenizer, folder, split, step=step, verify=verify)
 
+    def dev_tokens(self, verify: bool = False) -> list[TaskTokens]:
+        """The dev text as tokens; [] if there is none: the training loss has to do."""
+        try:
+            return self.tokens("dev", verify=verify)
+        except UserError:
+            return []
+
     def metrics(self) -> list[dict[str, Any]]:
         """What was logged."""
         return read_metrics(self.folder)
@@ -127,16 +145,6 @@ class Run:
 def _done(folder: Path) -> int:
     """The most steps that the run in a folder has logged, saved or not."""
     return max((int(record["step"]) for record in read_metrics(folder)), default=0)
-
-
-def id_of(folder: Path) -> str:
-    """The id of the run in a folder; "" if it was begun before runs had ids."""
-    try:
-        return str(atomic.read_object(folder / ID)["id"])
-    except FileNotFoundError:
-        return ""
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{folder / ID} is damaged: {error}") from None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

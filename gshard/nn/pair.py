@@ -43,24 +43,25 @@ class Layer(eqx.Module):
         hidden = c.expert_hidden_dim if sparse and c.expert_hidden_dim else c.hidden_dim
         if sparse and cross and c.experts and c.experts_in == "encoder":
             hidden, sparse = c.gating.top_k * hidden + c.shared_hidden_dim, False
+        sparse = sparse and c.experts > 0
+        dense = c.shared_hidden_dim if sparse else hidden  # beside the experts, or in their place
+        dense_key = jax.random.fold_in(keys[2], 1) if sparse else keys[2]
         self.config = config
+        self.feed_forward = None
+        if dense:
+            self.feed_forward = FeedForward(c.model_dim, dense, dtype, dense_key, biases=c.biases)
         self.self_norm = LayerNorm(c.model_dim, dtype)
         self.self_attention = Attention(*attention, keys[0], biases=c.biases)
         self.cross_norm = LayerNorm(c.model_dim, dtype) if cross else None
         self.cross_attention = Attention(*attention, keys[1], biases=c.biases) if cross else None
         self.feed_forward_norm = LayerNorm(c.model_dim, dtype)
-        self.feed_forward, self.moe = None, None
-        if sparse and c.experts:
+        self.moe = None
+        if sparse:
             how = (c.dispatch, c.expert_dropout, c.random, c.products, c.exchange)
             settings = (c.gating, c.groups, *how)
             self.moe = MoE(
                 c.experts, c.model_dim, hidden, dtype, keys[2], *settings, biases=c.biases
             )
-            hidden, key = c.shared_hidden_dim, jax.random.fold_in(keys[2], 1)
-        else:
-            key = keys[2]
-        if hidden:
-            self.feed_forward = FeedForward(c.model_dim, hidden, dtype, key, biases=c.biases)
 
     def __call__(
         self,

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.decoding.translator import beam_search
 from gshard.mt.training.loading import in_int8
-from gshard.mt.training.names import named
-from gshard.mt.training.weights import quantize, summed_axes
+from gshard.mt.training.weights import named, quantize, summed_axes
 from gshard.nn.int8 import Int8, looked_up, product
 from tests.nn import models
 

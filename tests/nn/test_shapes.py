@@ -5,7 +5,7 @@ import jax
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gshard.mt.training.names import named
+from gshard.mt.training.weights import named
 from gshard.nn.config import GatingConfig
 from gshard.nn.shapes import weight_shapes
 from gshard.nn.transformer import Transformer

@@ -22,8 +22,7 @@ import numpy as np
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError
 from gshard.mt.run import Run
-from gshard.mt.training.released import DETECTOR
-from gshard.mt.training.weights import WeightsFile, write_weights
+from gshard.mt.training.weights import DETECTOR, WeightsFile, write_weights
 
 _BUCKETS = 1 << 15
 _LENGTHS = (1, 2, 3, 4)  # characters of an n-gram

@@ -16,8 +16,16 @@ from gshard.mt.config import DeviceConfig
 from gshard.mt.decoding.texts import TextTranslator, TranslateConfig
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.launch.environment import Hosts
-from gshard.mt.training import released
-from gshard.mt.training.weights import WEIGHTS, Quantized, WeightsFile, quantize, summed_axes
+from gshard.mt.training.weights import (
+    WEIGHTS,
+    Quantized,
+    WeightsFile,
+    is_release,
+    not_finite,
+    opened_release,
+    quantize,
+    summed_axes,
+)
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.host.translator import Load
@@ -177,7 +185,7 @@ def _host_translator(
         found, axes = load(name), summed_axes(name)
         some = found.scale if isinstance(found, Quantized) else found  # integers are finite
         if not np.isfinite(some).all():
-            raise UserError(released.not_finite(run, name))
+            raise UserError(not_finite(run, name))
         if numbers == "int8" and axes and not isinstance(found, Quantized):
             return quantize(found, axes)
         if numbers == "float32" and isinstance(found, Quantized):
@@ -190,14 +198,14 @@ def _host_translator(
 
 def _weights(run: Run, which: str) -> tuple[Load, int, int]:
     """The weights by name as they are stored, how many there are, and their step."""
-    if not released.is_release(run) or which == "untrained":
+    if not is_release(run) or which == "untrained":
         from gshard.mt.training.loading import load_model
-        from gshard.mt.training.names import named
+        from gshard.mt.training.weights import named
 
         model, step = load_model(run, which)
         arrays = named(model)
         count = sum(leaf.size for leaf in arrays.values())
         return lambda name: np.asarray(arrays[name]), count, step
-    step = released.opened(run, which)
+    step = opened_release(run, which)
     weights = WeightsFile(run.folder / WEIGHTS)
     return weights.stored, sum(map(math.prod, weights.shapes.values())), step

@@ -50,7 +50,7 @@ from gshard.mt.evaluation.store import (
 )
 from gshard.mt.evaluation.systems import batches_of
 from gshard.mt.progress import Advance, Progress, Silent
-from gshard.mt.training.names import named, unnamed
+from gshard.mt.training.weights import named, unnamed
 from gshard.nn.transformer import Transformer
 
 if TYPE_CHECKING:

@@ -37,10 +37,16 @@ from gshard.mt.release.imported_files import (
     symbols,
 )
 from gshard.mt.run import CONFIG
-from gshard.mt.training import checksums
-from gshard.mt.training.names import named, unnamed
-from gshard.mt.training.released import VOCABULARY, verified_in
-from gshard.mt.training.weights import WEIGHTS, WeightsFile, write_weights
+from gshard.mt.training.weights import (
+    VOCABULARY,
+    WEIGHTS,
+    WeightsFile,
+    named,
+    unnamed,
+    verified_in,
+    write_checksums,
+    write_weights,
+)
 from gshard.nn.config import GatingConfig, TransformerConfig
 from gshard.nn.transformer import Transformer
 
@@ -88,7 +94,7 @@ def import_model(folder: Path, out: Path) -> Transformer:
         if tokenizer is not None:
             atomic.write_json(part / CONFIG, to_json(run))
             tokenizer.save(part / VOCABULARY)
-            checksums.write(part, verified_in(part))
+            write_checksums(part, verified_in(part))
     return model
 
 

@@ -28,21 +28,24 @@ from gshard.mt.decoding.detect import detector_of
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.evaluate import EVALUATION, read_results
 from gshard.mt.run import CONFIG, Run
-from gshard.mt.training import checksums
 from gshard.mt.training.loading import load_model
-from gshard.mt.training.names import named
-from gshard.mt.training.released import (
+from gshard.mt.training.weights import (
     DETECTOR,
     MADE,
     VOCABULARY,
+    WEIGHTS,
+    Quantized,
     has_checksums,
     is_release,
-    problem,
+    named,
+    quantize,
+    release_problem,
+    summed_axes,
     unverifiable,
     verified_in,
+    write_checksums,
+    write_weights,
 )
-from gshard.mt.training.weights import WEIGHTS, Quantized, quantize, summed_axes, write_weights
-from gshard.nn.shapes import weight_shapes
 
 CARD = "README.md"
 _SHOWN = 5  # languages with an example
@@ -240,7 +243,7 @@ def make_release(
         command = f"gshard release {run.name} --out {out.name} --checkpoint {step}"
         command += f" --precision {precision}"
         atomic.write_json(part / MADE, provenance(run, step, command))
-        checksums.write(part, verified_in(part))
+        write_checksums(part, verified_in(part))
     return out
 
 
@@ -259,9 +262,9 @@ def verify(run: Run) -> int:
     """
     if not is_release(run):
         raise UserError(f"{run.folder} is not a release; `gshard release {run.folder} --out NEW`")
-    if why := problem(run) or ("" if has_checksums(run) else unverifiable(run)):
+    if why := release_problem(run) or ("" if has_checksums(run) else unverifiable(run)):
         raise UserError(why)
-    return sum(map(math.prod, weight_shapes(run.model_config).values()))
+    return sum(map(math.prod, run.weight_shapes.values()))
 
 
 def anywhere(config: RunConfig) -> RunConfig:

@@ -22,10 +22,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from gshard.mt import atomic, hosts
-from gshard.mt.errors import UserError
-from gshard.mt.run import id_of
-from gshard.mt.training import checksums, failed_saves
-from gshard.mt.training.names import named, unnamed
+from gshard.mt.errors import UserError, nearest
+from gshard.mt.run import ID
+from gshard.mt.training import agreement
+from gshard.mt.training.weights import damage, named, unnamed, write_checksums
 
 FOLDER = "checkpoints"
 _ITEMS = ("model", "optimizer", "note")
@@ -67,7 +67,7 @@ class Checkpoints:
                 # Called when all files are there, before they get the checkpoint's name.
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=self._add_checksums,
-                    barrier_sync_fn=failed_saves.wait,
+                    barrier_sync_fn=agreement.wait_in_save,
                 ),
             )
             return ocp.CheckpointManager(
@@ -97,6 +97,23 @@ class Checkpoints:
     def best(self) -> int:
         """The step with the lowest loss on dev text."""
         return int(self._manager.best_step() or self.steps[-1])
+
+    def chosen(self, which: str) -> int:
+        """The step that "best", "last" or a number names."""
+        folder, steps = self.folder.parent, self.steps
+        if not steps:
+            raise UserError(
+                f"{folder} has no complete checkpoint yet; `gshard train {folder}` makes some"
+            )
+        if which == "best":
+            return self.best()
+        if which == "last":
+            return steps[-1]
+        if which in map(str, steps):
+            return int(which)
+        known = ("best", "last", "untrained", *map(str, steps))
+        there = f"there are {', '.join(known)}{nearest(which, known)}"
+        raise UserError(f"no checkpoint {which!r} in {folder}; {there}")
 
     def save(
         self, step: int, model: Any, optimizer: Any, note: dict[str, Any], dev_nll: float
@@ -245,14 +262,14 @@ class Checkpoints:
     def _verify(self, step: int, items: Sequence[str]) -> None:
         """That every file is as it was written; process 0 looks, and tells the others."""
         first = hosts.is_first()
-        problem = checksums.problem(self.folder / str(step), items) if first else "see process 0"
+        problem = damage(self.folder / str(step), items) if first else "see process 0"
         if hosts.told_by_first(bool(problem)):
             raise DamagedError(self._about(step, problem))
 
     def _add_checksums(self) -> None:
         if hosts.is_first():
             (folder,) = self.folder.glob(f"{self.saving}.orbax-checkpoint-tmp*")
-            checksums.write(folder)
+            write_checksums(folder)
             self.took = time.monotonic() - self._began
 
     def _check(self, step: int, wanted: dict[str, Any]) -> None:
@@ -305,11 +322,21 @@ class Checkpoints:
         )
 
 
+def id_of(folder: Path) -> str:
+    """The id of the run in a folder; "" if it was begun before runs had ids."""
+    try:
+        return str(atomic.read_object(folder / ID)["id"])
+    except FileNotFoundError:
+        return ""
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{folder / ID} is damaged: {error}") from None
+
+
 def _problem(folder: Path) -> str:
     """What keeps a folder from being the checkpoint of the step that it is named after, or ""."""
     if not folder.is_dir():
         return "it is no folder"
-    if problem := checksums.problem(folder, ["metrics", "note"]):
+    if problem := damage(folder, ["metrics", "note"]):
         return problem
     try:
         step = _note(folder).get("step", folder.name)

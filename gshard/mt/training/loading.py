@@ -11,40 +11,34 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
 
 import gshard
-from gshard.mt import hosts
-from gshard.mt.config import CHANGEABLE, OptimizerConfig, fall_if_changeable, settings
-from gshard.mt.errors import UserError, nearest
+from gshard.mt import atomic, hosts
+from gshard.mt.config import CHANGEABLE, OptimizerConfig, fall_if_changeable
+from gshard.mt.errors import UserError
 from gshard.mt.run import Run
-from gshard.mt.training import released
-from gshard.mt.training.names import named, unnamed
-from gshard.mt.training.weights import WEIGHTS, WeightsFile, summed_axes
+from gshard.mt.training import weights as files
+from gshard.mt.training.weights import named, unnamed
 from gshard.nn.config import TransformerConfig
 from gshard.nn.int8 import Int8
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
-
-if TYPE_CHECKING:
-    from gshard.mt.training.checkpoint import Checkpoints
 
 _CHECKED_BY_CONTENT = ("data.",)  # where text and vocabularies are does not matter
 # What a translation depends on and the shapes of the weights do not tell.
 _OF_THE_MODEL = ("model.heads", "model.gating.top_k", "model.gating.second_expert")
 
 
-def identity(run: Run, teacher: str = "") -> dict[str, Any]:
+def identity(run: Run) -> dict[str, Any]:
     """The settings that matter, and checksums of vocabularies, languages' text and the teacher."""
-    matters = {
-        name: value
-        for name, value, _ in settings(run.config)
-        if not name.startswith((*CHANGEABLE, *_CHECKED_BY_CONTENT))
-    }
+    unbound = (*CHANGEABLE, *_CHECKED_BY_CONTENT)
     languages = run.corpus.manifest["languages"]
     text = {
         language: {
@@ -54,28 +48,14 @@ def identity(run: Run, teacher: str = "") -> dict[str, Any]:
         }
         for language in sorted({task.foreign for task in run.tokenizer.tasks})
     }
+    teacher = run.config.distill.teacher
     found = {
-        "settings": matters,
+        "settings": {n: v for n, v in run.settings.items() if not n.startswith(unbound)},
         "vocabulary": run.tokenizer.digest,
         "text": text,
-        "teacher": teacher,
+        "teacher": SavedWeights.of_teacher(run).digest() if teacher else "",
     }
     return dict(json.loads(json.dumps(found)))  # as a checkpoint gives it back
-
-
-def other_model(note: dict[str, Any], run: Run) -> list[str]:
-    """What the weights of a checkpoint do not go with any more, of the model and vocabularies."""
-    if "identity" not in note:
-        return []
-    saved = note["identity"]
-    now = {
-        "settings": {n: v for n, v, _ in settings(run.config) if n.startswith(_OF_THE_MODEL)},
-        "vocabulary": run.tokenizer.digest,
-        # Which translating does not depend on:
-        "text": saved["text"],
-        "teacher": saved.get("teacher", ""),
-    }
-    return differences(saved, dict(json.loads(json.dumps(now))), note["step"])
 
 
 def refuse_changes(run: Run, mine: dict[str, Any], note: dict[str, Any] | None) -> None:
@@ -114,37 +94,116 @@ def _rate(saved: dict[str, Any]) -> OptimizerConfig:
     return OptimizerConfig(fall=saved.get("optimizer.fall", 0), end=saved.get("optimizer.end", 0))
 
 
+@dataclass(frozen=True)
+class SavedWeights:
+    """The weights of a run, "best", "last" or those of a step; or of a release, which has one."""
+
+    run: Run
+    which: str = "best"
+
+    @staticmethod
+    def of_teacher(run: Run) -> SavedWeights:
+        """Those of the teacher that a run has, whose vocabularies are its own."""
+        folder = run.config.distill.teacher
+        if Path(folder).resolve() == run.folder.resolve():
+            raise UserError(f"distill.teacher is {folder}, the run itself; it is another run")
+        teacher = Run.open(folder)
+        if teacher.tokenizer.digest != run.tokenizer.digest:
+            raise UserError(
+                f"the teacher {folder} has other vocabularies than {run.folder}: a student learns "
+                f"the teacher's probabilities of every piece. With "
+                f"data.vocabulary={folder}/vocabulary it gets the teacher's"
+            )
+        return SavedWeights(teacher, run.config.distill.checkpoint)
+
+    def digest(self) -> str:
+        """The checksum of their files: other weights have another one."""
+        folder = self.run.folder
+        if not files.is_release(self.run):
+            checkpoints, step = self._checkpoints()
+            folder = checkpoints.folder / str(step)
+        return atomic.checksum(folder / files.CHECKSUMS)
+
+    def load(self, like: Any = None) -> tuple[Transformer, int]:
+        """The model and its step; `like` is the model as shapes with shardings (`model_like`)."""
+        like = model_like(self.run.model_config) if like is None else like
+        if files.is_release(self.run):
+            return self._released(like)
+        checkpoints, step = self._checkpoints()
+        model, note = checkpoints.restore_model(step, like)
+        if changed := self._changed(note):
+            lines = "\n  ".join(changed)
+            raise UserError(
+                f"{self.run.folder} is not as it was at step {step}:\n  {lines}\n"
+                "its translations would differ; restore what changed"
+            )
+        return model, step
+
+    def _checkpoints(self) -> tuple[Any, int]:
+        from gshard.mt.training.checkpoint import Checkpoints  # Orbax, which releases do without
+
+        checkpoints = Checkpoints(self.run.folder, read_only=True)
+        return checkpoints, checkpoints.chosen(self.which)
+
+    def _changed(self, note: dict[str, Any]) -> list[str]:
+        """What the weights do not go with any more, of the model and vocabularies."""
+        if "identity" not in note:
+            return []
+        saved, settings = note["identity"], self.run.settings.items()
+        now = {
+            "settings": {n: v for n, v in settings if n.startswith(_OF_THE_MODEL)},
+            "vocabulary": self.run.tokenizer.digest,
+            # Which translating does not depend on:
+            "text": saved["text"],
+            "teacher": saved.get("teacher", ""),
+        }
+        return differences(saved, dict(json.loads(json.dumps(now))), note["step"])
+
+    def _released(self, like: Any) -> tuple[Transformer, int]:
+        """The weights of a release in the model's dtypes; the first process checks it before."""
+        run, first = self.run, hosts.is_first()
+        if why := hosts.told_by_any(files.release_problem(run) if first else ""):
+            raise UserError(why)
+        if first and not files.has_checksums(run):
+            print(f"gshard: {files.unverifiable(run)}", file=sys.stderr)
+        step, wanted = files.step_of(run, self.which), named(like)
+        weights = files.WeightsFile(run.folder / files.WEIGHTS)
+
+        def part(name: str, where: Any) -> np.ndarray:
+            return weights.part(name, where).astype(wanted[name].dtype)
+
+        placed = {
+            name: jax.make_array_from_callback(
+                leaf.shape, leaf.sharding, functools.partial(part, name), dtype=leaf.dtype
+            )
+            for name, leaf in wanted.items()
+        }
+        return unnamed(placed, like), step
+
+
 def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transformer, int]:
     """The weights of a run and their step: "best", "last", a step, or "untrained" for fresh ones.
 
     `like` is the model as shapes with shardings (`model_like`); each host then reads only what
     its devices hold. Without it this process reads all of the weights.
     """
-    return (_fresh(run, like), 0) if which == "untrained" else trained_model(run, which, like)
+    return (_fresh(run, like), 0) if which == "untrained" else SavedWeights(run, which).load(like)
 
 
-def trained_model(run: Run, which: str, like: Any = None) -> tuple[Transformer, int]:
-    """The same of weights that were trained."""
-    if released.is_release(run):
-        return _released(run, which, like)
-    checkpoints, step = _chosen(run, which)
-    if like is None:
-        like = model_like(run.model_config)
-    model, note = checkpoints.restore_model(step, like)
-    if changed := other_model(note, run):
-        lines = "\n  ".join(changed)
-        raise UserError(
-            f"{run.folder} is not as it was at step {step}:\n  {lines}\n"
-            "its translations would differ; restore what changed"
-        )
-    return model, step
+def teacher_of(run: Run, strategy: Strategy, *, shapes: bool = False) -> Transformer | None:
+    """The weights of a run's teacher, or only their shapes, in the shards of a strategy."""
+    if not run.config.distill.teacher:
+        return None
+    saved = SavedWeights.of_teacher(run)
+    like = model_like(saved.run.model_config, strategy)
+    return like if shapes else saved.load(like)[0]
 
 
 def in_int8(model: Transformer) -> Transformer:
     """The model for decoding with its weights in 8 bits, those of experts too."""
     rounded = {}
     for name, leaf in named(model).items():
-        axes = summed_axes(name)
+        axes = files.summed_axes(name)
         rounded[name] = leaf if axes is None else Int8.of(leaf, axes)
     return unnamed(rounded, model)
 
@@ -174,59 +233,3 @@ def _fresh(run: Run, like: Any) -> Transformer:
     if like is None:
         return fresh()
     return jax.jit(fresh, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))()
-
-
-def _released(run: Run, which: str, like: Any) -> tuple[Transformer, int]:
-    """The weights of a release, which has those of one step, in the model's dtypes."""
-    like = like or model_like(run.model_config)
-    wanted = named(like)
-    step = _opened(run, which)
-    weights = WeightsFile(run.folder / WEIGHTS)
-
-    def part(name: str, where: Any) -> np.ndarray:
-        return weights.part(name, where).astype(wanted[name].dtype)
-
-    placed = {
-        name: jax.make_array_from_callback(
-            leaf.shape, leaf.sharding, functools.partial(part, name), dtype=leaf.dtype
-        )
-        for name, leaf in wanted.items()
-    }
-    return unnamed(placed, like), step
-
-
-def _opened(run: Run, which: str) -> int:
-    """The step of a release that the first of all processes has found intact."""
-    first = hosts.is_first()
-    if why := hosts.told_by_any(released.problem(run) if first else ""):
-        raise UserError(why)
-    if first and not released.has_checksums(run):
-        print(f"gshard: {released.unverifiable(run)}", file=sys.stderr)
-    return released.step_of(run, which)
-
-
-def chosen_step(run: Run, which: str) -> int:
-    """The step of the checkpoint that "best", "last" or a number names."""
-    return _chosen(run, which)[1]
-
-
-def _chosen(run: Run, which: str) -> tuple[Checkpoints, int]:
-    from gshard.mt.training.checkpoint import Checkpoints  # Orbax, which releases do without
-
-    folder = run.folder
-    checkpoints = Checkpoints(folder, read_only=True)
-    steps = checkpoints.steps
-    if not steps:
-        raise UserError(
-            f"{folder} has no complete checkpoint yet; `gshard train {folder}` makes some"
-        )
-    if which == "best":
-        return checkpoints, checkpoints.best()
-    if which == "last":
-        return checkpoints, steps[-1]
-    if which in map(str, steps):
-        return checkpoints, int(which)
-    known = ("best", "last", "untrained", *map(str, steps))
-    raise UserError(
-        f"no checkpoint {which!r} in {folder}; there are {', '.join(known)}{nearest(which, known)}"
-    )

@@ -22,18 +22,12 @@ from gshard.mt.errors import UserError
 from gshard.mt.launch.status import Reporter
 from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run
+from gshard.mt.training.agreement import Stop
 from gshard.mt.training.checkpoint import Checkpoints, SaveError
 from gshard.mt.training.journal import Journal
-from gshard.mt.training.loading import refuse_changes
-from gshard.mt.training.prepare import (
-    dev_batches,
-    prepare,
-    programs_and_batches,
-    teacher_config,
-)
+from gshard.mt.training.prepare import dev_batches, prepare, programs_and_batches
 from gshard.mt.training.programs import Programs, RunState, StepFigures, advice, joined, parts
-from gshard.mt.training.released import is_release
-from gshard.mt.training.stopping import Stop
+from gshard.mt.training.weights import is_release
 from gshard.nn.shapes import step_flops
 
 
@@ -121,24 +115,31 @@ def train(
             f"{run.folder} is a release, from which training cannot resume; another --out "
             "starts a new run"
         )
-    identity = prepare(run, progress)
     checkpoints = Checkpoints(run.folder, run.config.train.keep)
-    if back_to is not None and back_to not in checkpoints.steps:
-        there = ", ".join(map(str, checkpoints.steps)) or "none"
-        raise UserError(f"{run.folder} has no checkpoint of step {back_to}; there are {there}")
-    newest = checkpoints.newest_whole() if back_to is None else 0
-    if newest >= run.config.train.steps:
-        for line in (*checkpoints.damaged, f"step {newest:,} is reached already"):
-            progress.note(line)
-        note = checkpoints.newest_note() or {}
-        spent = (float(note.get(name, 0.0)) for name in ("seconds", "tokens"))
-        return Outcome(newest, 0, checkpoints.best(), 0.0, *spent)
-    refuse_changes(run, identity, checkpoints.newest_note())
-    programs, batches = programs_and_batches(run, keeps_step=keeps_step)
     try:
+        if back_to is None:
+            if done := _reached(checkpoints, run.config.train.steps, progress):
+                return done
+        elif back_to not in checkpoints.steps:
+            there = ", ".join(map(str, checkpoints.steps)) or "none"
+            raise UserError(f"{run.folder} has no checkpoint of step {back_to}; there are {there}")
+        identity = prepare(run, progress, checkpoints.newest_note())
+        programs, batches = programs_and_batches(run, keeps_step=keeps_step)
         return _Stretch(run, programs, batches, checkpoints, identity, hooks).train(back_to)
     finally:
         checkpoints.close()
+
+
+def _reached(checkpoints: Checkpoints, steps: int, progress: TrainingProgress) -> Outcome | None:
+    """How a training ended that has all its steps; None if it has not."""
+    newest = checkpoints.newest_whole()
+    if newest < steps:
+        return None
+    for line in (*checkpoints.damaged, f"step {newest:,} is reached already"):
+        progress.note(line)
+    note = checkpoints.newest_note() or {}
+    spent = (float(note.get(name, 0.0)) for name in ("seconds", "tokens"))
+    return Outcome(newest, 0, checkpoints.best(), 0.0, *spent)
 
 
 @dataclass
@@ -278,8 +279,8 @@ class _Stretch:
         """What a step computes, the teacher's forward pass included."""
         source = int(np.count_nonzero(arrays["source_segments"])) * self.programs.host.count
         flops = step_flops(self.run.model_config, source, tokens)
-        if taught_by := teacher_config(self.run):
-            flops += step_flops(taught_by, source, tokens) / 3  # without a backward pass
+        if taught_by := self.programs.teacher:
+            flops += step_flops(taught_by.config, source, tokens) / 3  # without a backward pass
         return flops
 
     def _log(self, pending: _Pending, padding: float) -> None:

@@ -7,33 +7,29 @@ STEP` prepares the same, and runs that step twice.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 
 import gshard
-from gshard.mt import atomic, hosts
+from gshard.mt import hosts
 from gshard.mt.batching.batches import Batches, Host
 from gshard.mt.batching.packing import Arrays
-from gshard.mt.batching.tokens import TaskTokens
-from gshard.mt.config import DistillConfig
 from gshard.mt.errors import UserError
 from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run
-from gshard.mt.training import checksums, released
 from gshard.mt.training.checkpoint import FOLDER, Checkpoints
-from gshard.mt.training.loading import chosen_step, identity, model_like, trained_model
+from gshard.mt.training.loading import identity, refuse_changes, teacher_of
 from gshard.mt.training.programs import Programs, RunState, Setup, joined, parts
-from gshard.nn.config import TransformerConfig
-from gshard.nn.strategy import Strategy
-from gshard.nn.transformer import Transformer
 
 
-def prepare(run: Run, progress: TrainingProgress) -> dict[str, Any]:
+def prepare(
+    run: Run, progress: TrainingProgress, note: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Vocabularies and encoded text, made by one process while the others wait; their identity.
 
-    Then all compare: hosts need not share a file system, nor have equal files under one name.
+    Then all compare: hosts need not share a file system, nor have equal files under one name. An
+    error if `note`, the last checkpoint's, has another identity.
     """
     if hosts.is_first():
         if not (run.folder / "vocabulary").is_dir():
@@ -42,12 +38,13 @@ def prepare(run: Run, progress: TrainingProgress) -> dict[str, Any]:
             made(f"{run.tokenizer.source_size:,} and {run.tokenizer.target_size:,} pieces")
         encoded = progress.stage("encode", len(run.tokenizer.tasks))
         run.tokens(step=encoded, verify=True)
-        _dev_tokens(run, verify=True)
+        run.dev_tokens(verify=True)
     hosts.wait_for_all("vocabulary and tokens")
-    mine = identity(run, teacher_identity(run.config.distill))
+    mine = identity(run)
     texts = {f"the text of {language}": sums for language, sums in mine["text"].items()}
     others = {"the vocabulary": mine["vocabulary"], "the teacher": mine["teacher"]}
     hosts.agree({**mine["settings"], **others, **texts})
+    refuse_changes(run, mine, note)
     return mine
 
 
@@ -67,61 +64,12 @@ def programs_and_batches(run: Run, *, keeps_step: bool = False) -> tuple[Program
 
 def dev_batches(run: Run, host: Host) -> list[Arrays]:
     """A few batches of the dev text, the same each time."""
-    tokens = _dev_tokens(run)
+    tokens = run.dev_tokens()
     if not tokens:
         return []
     config = replace(run.config.batch, seed=0, languages=False)
     batches = Batches(tokens, config, host)
     return [batches[i] for i in range(run.config.train.dev_batches)]
-
-
-def _dev_tokens(run: Run, verify: bool = False) -> list[TaskTokens]:
-    try:
-        return run.tokens("dev", verify=verify)
-    except UserError:  # no dev text: the training loss has to do
-        return []
-
-
-def teacher_config(run: Run) -> TransformerConfig | None:
-    """The teacher's model, whose vocabularies are those of `run`; None: there is no teacher."""
-    found = _opened(run)
-    return found.model_config if found else None
-
-
-def teacher_of(run: Run, strategy: Strategy, *, shapes: bool = False) -> Transformer | None:
-    """The teacher's weights, or only their shapes, in the shards that the strategy asks for."""
-    found = _opened(run)
-    if found is None:
-        return None
-    like = model_like(found.model_config, strategy)
-    return like if shapes else trained_model(found, run.config.distill.checkpoint, like)[0]
-
-
-def teacher_identity(config: DistillConfig) -> str:
-    """The checksum of a teacher's files: another teacher would give other losses."""
-    if not config.teacher:
-        return ""
-    teacher = Run.open(config.teacher)
-    if released.is_release(teacher):
-        return atomic.checksum(teacher.folder / checksums.FILE)
-    step = chosen_step(teacher, config.checkpoint)
-    return atomic.checksum(teacher.folder / FOLDER / str(step) / checksums.FILE)
-
-
-def _opened(run: Run) -> Run | None:
-    folder = run.config.distill.teacher
-    if not folder:
-        return None
-    if Path(folder).resolve() == run.folder.resolve():
-        raise UserError(f"distill.teacher is {folder}, the run itself; it is another run")
-    teacher = Run.open(folder)
-    if teacher.tokenizer.digest != run.tokenizer.digest:
-        raise UserError(
-            f"the teacher {folder} has other vocabularies than {run.folder}: a student learns the "
-            f"teacher's probabilities of every piece. With data.vocabulary={folder}/vocabulary it "
-            "gets the teacher's"
-        )
-    return teacher
 
 
 def check_step(run: Run, step: int, progress: TrainingProgress) -> gshard.Report:

@@ -208,9 +208,13 @@ class Programs:
 
         jit = functools.partial(gshard.jit, devices=self.devices, reproducible=config.reproducible)
         self._jit, self._plain_first, self._plain_step = jit, first, step
-        self._first, self._dev, self._step = jit(first), jit(dev), jit(step, donate_argnums=0)
+        self._first, self._dev, self._step = (
+            jit(first),
+            jit(dev),
+            jit(step, donate_argnums=0),
+        )
         self._compiled: dict[Any, Any] = {}  # steps, by the shapes of a batch
-        self._teacher, self._placed_key = setup.teacher, None
+        self.teacher, self._placed_key = setup.teacher, None
         self._finite = gshard.jit(all_finite, devices=self.devices)
         self._shapes = jax.eval_shape(functools.partial(first, strategy=ONE_DEVICE), self._key)
 
@@ -220,7 +224,7 @@ class Programs:
 
     def compile(self, arrays: Arrays) -> RunState:
         """Make the step ready; returns the state as shapes with the shardings that it wants."""
-        arguments = self._shapes, self._global(_local(arrays)), self._key, self._teacher
+        arguments = self._shapes, self._global(_local(arrays)), self._key, self.teacher
         step: Any = None
         if self._settings is not None:
             key = kept.key_of(self._settings, arguments, self.devices)
@@ -281,18 +285,18 @@ class Programs:
         if shapes not in self._compiled:  # of another bucket
             self.compile(arrays)
         if self._placed_key is None:  # hosts exchange the sharding of a key: once is enough
-            placed = self._compiled[shapes].place(state, batch, self._key, self._teacher)
-            state, batch, self._placed_key, self._teacher = placed
-        return self._compiled[shapes](state, batch, self._placed_key, self._teacher)
+            placed = self._compiled[shapes].place(state, batch, self._key, self.teacher)
+            state, batch, self._placed_key, self.teacher = placed
+        return self._compiled[shapes](state, batch, self._placed_key, self.teacher)
 
     def check(self, state: RunState, arrays: Arrays) -> gshard.Report:
         """One update, value by value, beside the unpartitioned program; `state` stays as it is."""
-        arguments = state, self.batch(arrays), self._key, self._teacher
+        arguments = state, self.batch(arrays), self._key, self.teacher
         return gshard.check(self._partitioned(arguments), *arguments)
 
     def prove(self, state: RunState, arrays: Arrays) -> gshard.Report:
         """Whether an update is that of the unpartitioned program, from shapes alone."""
-        arguments = state, self.batch(arrays), self._key, self._teacher
+        arguments = state, self.batch(arrays), self._key, self.teacher
         return gshard.prove(self._partitioned(arguments), *arguments)
 
     def dev(self, model: Transformer, arrays: Arrays) -> StepMetrics:

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gshard.mt.batching.batches import BatchConfig, Batches, Host
-from gshard.mt.batching.mixture import Cycle, Stream
+from gshard.mt.batching.batches import BatchConfig, Batches, Cycle, Host, Stream
 from gshard.mt.batching.tokenizer import END, PAD, START
 from gshard.mt.errors import UserError
 

@@ -22,8 +22,7 @@ from gshard.mt.decoding.translator import beam_search
 from gshard.mt.errors import UserError
 from gshard.mt.release.make import make_release, verify
 from gshard.mt.run import Run
-from gshard.mt.training.names import named
-from gshard.mt.training.weights import Quantized, quantize, summed_axes
+from gshard.mt.training.weights import Quantized, named, quantize, summed_axes
 from gshard.nn.config import GatingConfig
 from gshard.nn.gating import route
 from tests.mt.decoding.test_beam import ending

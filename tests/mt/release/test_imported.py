@@ -25,7 +25,7 @@ from gshard.mt.release.imported_files import read_tokenizer
 from gshard.mt.release.make import verify
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model
-from gshard.mt.training.names import named
+from gshard.mt.training.weights import named
 from gshard.nn import Batch
 from tests.mt.release.checkpoints import transformers_4
 from tests.mt.release.test_huggingface import KINDS, made

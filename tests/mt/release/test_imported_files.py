@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from gshard import cli
 from gshard.mt.release.imported import load_import, read_checkpoint
 from gshard.mt.release.imported_files import _DEFAULTS
-from gshard.mt.training.names import named
+from gshard.mt.training.weights import named
 from tests.mt.release.checkpoints import M, files, write
 
 KINDS = ("dense", "sparse")

@@ -20,11 +20,18 @@ from gshard.mt.errors import UserError
 from gshard.mt.release import make
 from gshard.mt.release.make import anywhere, make_release, verify
 from gshard.mt.run import Run
-from gshard.mt.training import checksums, loop
+from gshard.mt.training import loop
 from gshard.mt.training.loading import load_model
-from gshard.mt.training.names import named
-from gshard.mt.training.released import VERIFIED, problem, verified_in
-from gshard.mt.training.weights import WEIGHTS, WeightsFile, write_weights
+from gshard.mt.training.weights import (
+    VERIFIED,
+    WEIGHTS,
+    WeightsFile,
+    named,
+    release_problem,
+    verified_in,
+    write_checksums,
+    write_weights,
+)
 from tests.mt.runs import Notes, make_run
 from tests.mt.samples import sentence
 
@@ -229,7 +236,7 @@ def test_no_flipped_bit_is_loaded(run, tmp_path, name):
         with pytest.raises(UserError, match=r"out is damaged: "):
             raise_problem(before)
         path.write_bytes(whole)
-    assert problem(before) == ""
+    assert release_problem(before) == ""
     path.unlink()
     if name != "checksums.json":
         with pytest.raises(UserError, match=rf"{name} is missing"):
@@ -237,7 +244,7 @@ def test_no_flipped_bit_is_loaded(run, tmp_path, name):
 
 
 def raise_problem(run):
-    if found := problem(run):
+    if found := release_problem(run):
         raise UserError(found)
 
 
@@ -263,7 +270,7 @@ def test_values_that_are_not_finite(run, tmp_path, value):
     name = list(arrays)[3]
     arrays[name].flat[-1] = value
     write_weights(made / WEIGHTS, arrays, weights.note)
-    checksums.write(made, verified_in(made))  # by whoever changed them
+    write_checksums(made, verified_in(made))  # by whoever changed them
     for load in (load_model, lambda run: open_translator(run, engine=EngineConfig("onnx"))):
         with pytest.raises(UserError, match=rf"{name} holds values that are not finite"):
             load(Run.open(made))
@@ -274,7 +281,7 @@ def test_a_step_that_is_none(run, tmp_path, step):
     made = make_release(run, tmp_path / "out")
     weights = WeightsFile(made / WEIGHTS)
     write_weights(made / WEIGHTS, {n: weights[n] for n in weights.shapes}, {"step": step})
-    checksums.write(made, verified_in(made))
+    write_checksums(made, verified_in(made))
     with pytest.raises(UserError, match="is damaged: its step is"):
         load_model(Run.open(made))
 

@@ -13,10 +13,10 @@ import gshard
 from gshard.mt import atomic
 from gshard.mt.config import RunConfig
 from gshard.mt.errors import UserError
-from gshard.mt.run import ID, Run, id_of
-from gshard.mt.training import checksums
-from gshard.mt.training.checkpoint import Checkpoints, SaveError
-from gshard.mt.training.names import named
+from gshard.mt.run import ID, Run
+from gshard.mt.training import checkpoint
+from gshard.mt.training.checkpoint import Checkpoints, SaveError, id_of
+from gshard.mt.training.weights import damage, named
 from gshard.tensors.uneven import UnevenArray
 from tests.nn import models
 
@@ -228,16 +228,16 @@ def test_a_file_too_many_or_too_few_is_damage(tmp_path):
     saved(tmp_path, [3]).close()
     folder = tmp_path / "checkpoints" / "1"
     (folder / "model" / "d" / "more").write_text("x")
-    assert checksums.problem(folder) == "model/d/more does not belong to it"
-    assert checksums.problem(folder, ["optimizer"]) == ""
+    assert damage(folder) == "model/d/more does not belong to it"
+    assert damage(folder, ["optimizer"]) == ""
     (folder / "model" / "d" / "more").unlink()
-    assert checksums.problem(folder) == ""
+    assert damage(folder) == ""
     (folder / "optimizer" / "_METADATA").unlink()
-    assert checksums.problem(folder) == "optimizer/_METADATA is missing"
+    assert damage(folder) == "optimizer/_METADATA is missing"
     (folder / "checksums.json").write_text("[")
-    assert "cannot be read" in checksums.problem(folder)
+    assert "cannot be read" in damage(folder)
     (folder / "checksums.json").unlink()
-    assert "has no checksums" in checksums.problem(folder)
+    assert "has no checksums" in damage(folder)
 
 
 def test_a_full_disk_is_told_and_saving_goes_on_when_there_is_room(tmp_path, monkeypatch):
@@ -248,7 +248,7 @@ def test_a_full_disk_is_told_and_saving_goes_on_when_there_is_room(tmp_path, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checksums, "write", full)
+        patch.setattr(checkpoint, "write_checksums", full)
         checkpoints.save(2, state(2), {"count": jnp.array(2)}, {"step": 2}, 2.0)
         with pytest.raises(SaveError, match=r"step 2 could not be saved.*the disk is full"):
             checkpoints.wait()

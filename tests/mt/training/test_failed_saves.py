@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from gshard.mt.training import failed_saves
+from gshard.mt.training import agreement
 
 
 @pytest.fixture
@@ -14,9 +14,9 @@ def shown(monkeypatch):
     """What is shown of exceptions that nobody can catch."""
     found = []
     monkeypatch.setattr(sys, "unraisablehook", found.append)
-    failed_saves.silence_orbax_after_failure()
+    agreement.silence_orbax_after_failure()
     yield found
-    logging.getLogger("asyncio").removeFilter(failed_saves._is_heard)
+    logging.getLogger("asyncio").removeFilter(agreement._is_heard)
 
 
 def test_only_what_a_closed_loop_raises_is_left_out(shown):

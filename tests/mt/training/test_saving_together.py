@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gshard.mt import hosts
 from gshard.mt.launch.environment import Hosts
-from gshard.mt.training import checkpoint, checksums
+from gshard.mt.training import checkpoint
 
 folder, faults, me = Path(sys.argv[1]), sys.argv[2:], os.environ["GSHARD_PROCESS"]
 hosts.start(2, Hosts(os.environ["GSHARD_COORDINATOR"], 2, int(me)))
@@ -57,7 +57,7 @@ def break_writing(handler, fault):
 checkpoints = checkpoint.Checkpoints(folder, keep=1)
 break_writing(ocp.StandardCheckpointHandler, "array")
 break_writing(ocp.JsonCheckpointHandler, "note")
-break_call(checksums, "write", "commit")
+break_call(checkpoint, "write_checksums", "commit")
 break_call(type(checkpoints._manager._checkpoint_deleter), "delete_steps", "removal")
 break_call(Path, "write_bytes", "room")
 places = NamedSharding(Mesh(np.array(jax.devices()), "d"), PartitionSpec("d"))

@@ -8,8 +8,8 @@ import pytest
 from gshard.mt.config import DistillConfig
 from gshard.mt.errors import UserError
 from gshard.mt.run import Run
+from gshard.mt.training.loading import teacher_of
 from gshard.mt.training.loop import train
-from gshard.mt.training.prepare import teacher_of
 from gshard.nn.strategy import ONE_DEVICE
 from tests.mt.runs import Notes, copied, losses, make_run, with_train
 

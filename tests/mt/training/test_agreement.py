@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
+from gshard.mt.training.agreement import Stop, Wishes
 from gshard.mt.training.loop import Spent
-from gshard.mt.training.stopping import Stop, Wishes
 
 
 @pytest.fixture(autouse=True)
