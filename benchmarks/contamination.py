@@ -4,7 +4,7 @@
 
 Case, punctuation, digits and spaces are folded, so that "Save file 1?" is "save file". English is
 compared with the training text of all languages, sources with that of their own language. English
-that is close to training English (`gshard.mt.data.closeness`) is counted, too.
+that is close to training English (`gshard.mt.data.labels`) is counted, too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import argparse
 import unicodedata
 from collections.abc import Iterable
 
-from gshard.mt.data.closeness import close
 from gshard.mt.data.corpus import Corpus
+from gshard.mt.data.labels import close
 from gshard.mt.data.splits import fold
 
 

@@ -26,8 +26,7 @@ import numpy as np
 import gshard
 from examples.recipes.recipe import all_gather, all_reduce, all_to_all, nbytes, reduce_scatter
 from gshard.graph.readable import size
-from gshard.nn.flash import flash_attention
-from gshard.nn.segments import Segments
+from gshard.nn.flash import Segments, flash_attention
 
 NODE = 8  # devices, each of which has so many of all experts
 Weights = dict[str, Any]

@@ -20,8 +20,7 @@ import optax
 import gshard
 from benchmarks.expert_meshes import slots
 from gshard.graph.readable import size
-from gshard.nn.flash import flash_attention
-from gshard.nn.segments import Segments
+from gshard.nn.flash import Segments, flash_attention
 
 LAYERS, B, S, M, HEADS, KEYS, H = 26, 256, 8192, 2560, 20, 5, 128
 E, F, K, V = 256, 1280, 4, 128_256

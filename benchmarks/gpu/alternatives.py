@@ -23,11 +23,11 @@ from jax import lax
 
 from benchmarks.gpu.packed import packed_batch
 from benchmarks.gpu.timing import milliseconds
-from gshard.nn.flash import flash_attention, reference
+from gshard.nn.flash import Segments, flash_attention, reference
 from gshard.nn.grouped import times
-from gshard.nn.kernels import cached, float8, vocabulary
-from gshard.nn.norm import normalize, normalize_beside
-from gshard.nn.segments import Segments
+from gshard.nn.kernels import attention as kernels
+from gshard.nn.kernels import float8, vocabulary
+from gshard.nn.layers import normalize, normalize_beside
 
 Ways = dict[str, Callable[..., Any]]
 OURS = "gshard"
@@ -175,10 +175,10 @@ def from_cache() -> tuple[Ways, Shapes]:
     visible = jnp.broadcast_to(jnp.arange(L) < L // 2, (B, K, L))
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        return cached.attend(q, k, v, visible, L // 2)
+        return kernels.attend_to_cache(q, k, v, visible, L // 2)
 
     def plain(q: Any, k: Any, v: Any) -> Any:
-        return cached.reference(q, k, v, visible)
+        return kernels.cache_reference(q, k, v, visible)
 
     return {OURS: ours, PLAIN: plain}, [shaped(B, K, N, D), *[shaped(B, N, L, D)] * 2]
 

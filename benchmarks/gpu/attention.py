@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from benchmarks.gpu.packed import packed_batch
 from benchmarks.gpu.timing import milliseconds
-from gshard.nn.flash import Blocks, flash_attention, reference
-from gshard.nn.segments import Segments
+from gshard.nn.flash import Blocks, Segments, flash_attention, reference
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:

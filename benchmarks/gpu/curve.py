@@ -1,7 +1,7 @@
 """Loss curves of one training in several kinds of numbers, on the same real batches.
 
 Experts have the paper's capacity, or none. Weights are float32 or bfloat16, products bfloat16 or
-float8. Weights of bfloat16 are rounded at random (`gshard.nn.fused_adafactor`), or, as the case
+float8. Weights of bfloat16 are rounded at random (`gshard.nn.optimizer`), or, as the case
 that goes wrong, to the nearest. All begin with the same weights, and the learning rate falls to 0,
 so that updates get smaller than a weight's last bit.
 """

@@ -28,8 +28,8 @@ from benchmarks.gpu.schedule import exposed_gb, kernels
 from benchmarks.gpu.timing import peak_gb
 from gshard.moving.collectives import CollectiveNode
 from gshard.nn import FAMILY, Batch, Strategy, TrainState, adafactor, init_state, train_step
+from gshard.nn.config import step_flops
 from gshard.nn.hashing import hashed_bits
-from gshard.nn.shapes import step_flops
 
 PEAK = 989e12
 LENGTH = 256  # tokens of a row

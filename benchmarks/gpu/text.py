@@ -37,7 +37,7 @@ from gshard.mt.training.programs import (
     make_optimizer,
 )
 from gshard.nn import TrainState
-from gshard.nn.shapes import step_flops
+from gshard.nn.config import step_flops
 from gshard.nn.strategy import ONE_DEVICE
 
 

@@ -16,8 +16,8 @@ from benchmarks.gpu.kernels import profile
 from benchmarks.gpu.packed import packed_batch
 from benchmarks.gpu.timing import peak_gb
 from gshard.nn import TrainState, adafactor, train_step
+from gshard.nn.config import step_flops
 from gshard.nn.family import FAMILY
-from gshard.nn.shapes import step_flops
 
 PEAK = 989e12
 LENGTH = 256

@@ -14,14 +14,17 @@ from gshard.commands.options import (
     Alpha,
     Beam,
     Checkpoint,
+    Coordinator,
     Devices,
     Engine,
     Json,
     Languages,
+    Process,
+    Processes,
     Threads,
+    members,
 )
 from gshard.commands.options import Run as RunFolder
-from gshard.commands.processes import Coordinator, Process, Processes, members
 
 if TYPE_CHECKING:
     import jax

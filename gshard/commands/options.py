@@ -1,14 +1,21 @@
-"""Arguments and options that several commands share, with their shell completions and types."""
+"""Arguments and options that several commands share, with their shell completions and types.
+
+Some say which process of how many this is.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from gshard.mt.launch.environment import Hosts
 
 
 def _beginning(known: Iterable[str], typed: str) -> list[str]:
@@ -130,3 +137,30 @@ class PlainCommand(TyperCommand):
 
 def _plain(match: re.Match[str]) -> str:
     return _SHOWN.get(match[1], match[1].upper())
+
+
+Coordinator = Annotated[str, typer.Option(help="HOST:PORT of process 0, on every host")]
+Processes = Annotated[
+    int | None, typer.Option(help="number of processes", show_default="from the environment, or 1")
+]
+Process = Annotated[
+    int | None,
+    typer.Option(help="number of this process, from 0", show_default="from the environment, or 0"),
+]
+
+
+def members(coordinator: str, processes: int | None, process: int | None) -> Hosts:
+    """This command's processes, from the command line, else from the environment."""
+    from gshard.mt.launch.environment import Hosts, find
+
+    if processes == 1:  # a single process needs no coordinator
+        return Hosts(coordinator, 1, process or 0).checked()
+    if coordinator and processes is not None and process is not None:
+        return Hosts(coordinator, processes, process).checked()
+    found = find(os.environ)
+    return Hosts(
+        coordinator or found.coordinator,
+        found.count if processes is None else processes,
+        found.index if process is None else process,
+        found.launcher,
+    ).checked()

@@ -28,25 +28,16 @@ def release(
     from gshard.commands.show import console
     from gshard.graph.readable import size
     from gshard.mt import hosts
-    from gshard.mt.errors import UserError, nearest
+    from gshard.mt.errors import UserError, one_of
     from gshard.mt.release import huggingface, make
     from gshard.mt.run import Run as OpenedRun
 
-    chosen = next((each for each in make.PRECISIONS if each == precision), None)
-    if chosen is None:
-        known = ", ".join(make.PRECISIONS)
-        raise UserError(
-            f"unknown precision {precision!r}{nearest(precision, make.PRECISIONS)}; "
-            f"allowed are {known}"
-        )
+    chosen = one_of("precision", precision, make.PRECISIONS)
     if (out is None) != verify:
         raise UserError(
             "give either --out NEW_FOLDER, to make a release, or --verify, to check one"
         )
-    if to not in _LAYOUTS:
-        raise UserError(
-            f"unknown layout {to!r}{nearest(to, _LAYOUTS)}; allowed are {', '.join(_LAYOUTS)}"
-        )
+    one_of("layout", to, _LAYOUTS)
     hosts.start(1)
     if out is None:
         weights = make.verify(OpenedRun.open(run))

@@ -69,22 +69,21 @@ def serve(
     """Serve a model: LibreTranslate's API, and a page with a translation and its experts."""
     from gshard.mt.decoding.engines import engine_of
     from gshard.mt.decoding.texts import TranslateConfig
-    from gshard.mt.errors import UserError, nearest
+    from gshard.mt.errors import UserError, one_of
     from gshard.mt.run import Run as OpenedRun
     from gshard.mt.serving.settings import LOGS, Settings, read_keys
     from gshard.mt.serving.workers import Served
 
-    if logs not in LOGS:
-        raise UserError(f"--logs {logs!r}{nearest(logs, LOGS)}; allowed are {', '.join(LOGS)}")
-    if on not in ("", "ray"):
-        raise UserError(f"--on {on!r}{nearest(on, ('ray',))}; allowed is ray")
+    logged = one_of("--logs", logs, LOGS)
+    if on:
+        one_of("--on", on, ("ray",))
     if keys is not None and is_open:
         raise UserError("--keys asks for keys and --open for none; give one of them")
     if req_limit and not is_open:
         raise UserError("--req-limit is for --open; keys have their limits in the file of --keys")
     settings = Settings(
         host, port, tls_cert, tls_key, read_keys(keys) if keys else (), is_open, req_limit,
-        char_limit, batch_limit, proxies, cors, next(kind for kind in LOGS if kind == logs),
+        char_limit, batch_limit, proxies, cors, logged,
     )  # fmt: skip
     opened = OpenedRun.open(run)
     longest = max(opened.config.batch.source_length, 16)

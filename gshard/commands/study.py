@@ -55,18 +55,14 @@ def study(
 
 def _work(plan: Study, only: str, until: str, seconds: float, processes: int) -> None:
     from gshard.commands import show
-    from gshard.commands.display import TrainDisplay
+    from gshard.commands.show import TrainDisplay
     from gshard.mt import hosts
     from gshard.mt.data.corpus import Corpus
-    from gshard.mt.errors import UserError, nearest
+    from gshard.mt.errors import one_of
     from gshard.mt.study.plan import STAGES
     from gshard.mt.study.queue import Shown, Wanted, work
 
-    if until not in STAGES[2:]:
-        raise UserError(
-            f"unknown stage {until!r}{nearest(until, STAGES[2:])}; "
-            f"allowed are {', '.join(STAGES[2:])}"
-        )
+    stage = one_of("stage", until, STAGES[2:])
     Corpus.open(plan.runs[0].config.data.corpus)
     hosts.start(plan.runs[0].config.devices.count)
     hosts.cache_programs()
@@ -75,7 +71,6 @@ def _work(plan: Study, only: str, until: str, seconds: float, processes: int) ->
         show.console.print(text, markup=False, soft_wrap=True, highlight=False)
 
     names = tuple(name for name in only.split(",") if name)
-    stage = next(stage for stage in STAGES if stage == until)
     shown = Shown(note, TrainDisplay, show.bars)
     try:
         done = work(plan, Wanted(stage, names, seconds, processes), shown)

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.commands.options import Languages, Least, complete_what_to_train
-from gshard.commands.processes import Coordinator, Process, Processes, members
+from gshard.commands.options import (
+    Coordinator,
+    Languages,
+    Least,
+    Process,
+    Processes,
+    complete_what_to_train,
+    members,
+)
 
 if TYPE_CHECKING:
     from gshard.mt.config import RunConfig
@@ -98,9 +105,9 @@ def train(
 
         which = members(coordinator, processes, process)
         hosts.start(config.devices.count, which, settings=_compared(config, back_to))
-        from gshard.commands.display import TrainDisplay
+        from gshard.commands.show import TrainDisplay
+        from gshard.mt.atomic import locked
         from gshard.mt.data.corpus import Corpus
-        from gshard.mt.lock import locked
         from gshard.mt.run import Run
         from gshard.mt.training import agreement, loop
 

@@ -17,15 +17,18 @@ from gshard.commands.options import (
     Alpha,
     Beam,
     Checkpoint,
+    Coordinator,
     Devices,
     Engine,
     Json,
+    Process,
+    Processes,
     Rows,
     Run,
     Threads,
     Weights,
+    members,
 )
-from gshard.commands.processes import Coordinator, Process, Processes, members
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.lines import Output, TextLines

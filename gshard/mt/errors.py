@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gshard.errors import UserError, nearest
+from gshard.errors import UserError, nearest, one_of
 
-__all__ = ["MissingHostsError", "NobodyCameError", "UserError", "nearest"]
+__all__ = ["MissingHostsError", "NobodyCameError", "UserError", "nearest", "one_of"]
 
 
 class MissingHostsError(UserError):

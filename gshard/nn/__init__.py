@@ -6,14 +6,13 @@ from gshard import _lazy
 
 if _TYPE_CHECKING:
     from gshard.nn.attention import Attention, KeysValues, segment_mask
-    from gshard.nn.config import Batch, GatingConfig, TransformerConfig
+    from gshard.nn.config import Batch, GatingConfig, TransformerConfig, choose_remat
     from gshard.nn.experts import Experts, MoE
     from gshard.nn.family import FAMILY, Model
     from gshard.nn.gating import Routed, RouterMetrics, Routing, route
     from gshard.nn.layers import Embedding, FeedForward, LayerNorm
     from gshard.nn.optimizer import adafactor, adam, inverse_sqrt, per_matrix
     from gshard.nn.pair import PairCache
-    from gshard.nn.shapes import choose_remat
     from gshard.nn.step import (
         StepMetrics,
         TrainState,
@@ -67,14 +66,13 @@ _lazy.attach(
     "gshard.nn",
     {
         "gshard.nn.attention": "Attention KeysValues segment_mask",
-        "gshard.nn.config": "Batch GatingConfig TransformerConfig",
+        "gshard.nn.config": "Batch GatingConfig TransformerConfig choose_remat",
         "gshard.nn.experts": "Experts MoE",
         "gshard.nn.family": "FAMILY Model",
         "gshard.nn.gating": "Routed RouterMetrics Routing route",
         "gshard.nn.layers": "Embedding FeedForward LayerNorm",
         "gshard.nn.optimizer": "adafactor adam inverse_sqrt per_matrix",
         "gshard.nn.pair": "PairCache",
-        "gshard.nn.shapes": "choose_remat",
         "gshard.nn.step": (
             "StepMetrics TrainState cross_entropy eval_step init_state loss train_step"
         ),

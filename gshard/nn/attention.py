@@ -18,11 +18,10 @@ from jax import Array
 
 from gshard.nn import float8, int8
 from gshard.nn.config import AttentionKind, Products, Random
-from gshard.nn.flash import joint_attention, seed_from_row
+from gshard.nn.flash import Segments, joint_attention, seed_from_row, segment_mask
 from gshard.nn.hashing import seed_of
-from gshard.nn.kernels import cached
+from gshard.nn.kernels.attention import attend_to_cache, cache_reference, fits_cache
 from gshard.nn.layers import biased, dropout, init_weight
-from gshard.nn.segments import Segments, segment_mask
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
 __all__ = ["Attention", "AttentionKind", "Buffers", "KeysValues", "Segments", "segment_mask"]
@@ -194,9 +193,9 @@ class Attention(eqx.Module):
 def _from_cache(q_BTND: Array, memory: Cached, mask_BTL: Array, by_kernel: bool) -> Array:
     """What the queries get of a cache: by the kernel where that is wanted and can be."""
     arrays = (q_BTND, *memory.buffers)
-    if by_kernel and cached.fits(*arrays):
-        return cached.attend(*arrays, mask_BTL, memory.filled)
-    return cached.reference(*arrays, mask_BTL)
+    if by_kernel and fits_cache(*arrays):
+        return attend_to_cache(*arrays, mask_BTL, memory.filled)
+    return cache_reference(*arrays, mask_BTL)
 
 
 def _heads(x_BTM: Array, w_MND: Array, products: Products) -> Array:

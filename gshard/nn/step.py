@@ -23,10 +23,10 @@ import optax
 from jax import Array
 
 from gshard.nn.config import Batch, Remat, TransformerConfig
-from gshard.nn.fused_adafactor import FusedOptimizer
 from gshard.nn.gating import RouterMetrics
 from gshard.nn.hashing import seed_of
 from gshard.nn.kernels.vocabulary import fits, log_z_and_grads, reference
+from gshard.nn.optimizer import FusedOptimizer
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import ModelMetrics, Transformer
 

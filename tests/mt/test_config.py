@@ -126,7 +126,7 @@ def test_a_fall_of_the_learning_rate_may_be_decided_late():
 
 
 def test_the_dense_preset_does_the_arithmetic_of_the_sparse_one():
-    from gshard.nn.shapes import forward_flops
+    from gshard.nn.config import forward_flops
 
     tiny, dense = (forward_flops(preset(name).model)[0] for name in ("tiny", "dense"))
     gate = 2 * preset("tiny").model.model_dim * preset("tiny").model.experts

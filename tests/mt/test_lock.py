@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from gshard.mt import lock
+from gshard.mt import atomic
+from gshard.mt.atomic import OWNER, locked
 from gshard.mt.errors import UserError
-from gshard.mt.lock import OWNER, locked
 
 HOLDER = """
 import sys, pathlib
-from gshard.mt.lock import locked
+from gshard.mt.atomic import locked
 with locked(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -55,7 +55,7 @@ def test_a_lock_that_is_removed_still_holds(held, removed):
 
 def test_where_folders_cannot_be_locked_the_holder_notices(tmp_path, monkeypatch):
     """As on NFS: the first takes its lock back, or says who came."""
-    monkeypatch.setattr(lock, "_hold_folder", lambda *_: True)
+    monkeypatch.setattr(atomic, "_hold_folder", lambda *_: True)
     with locked(tmp_path) as first:
         assert first.intruder() == ""
         (tmp_path / ".lock").unlink()

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.compilation_cache import compilation_cache
 
-from gshard.mt import _jax, program_cache
-from gshard.mt.program_cache import CheckedCache, _checksum
+from gshard.mt import _jax
+from gshard.mt._jax import CheckedCache, _checksum
 from gshard.mt.training import kept
 from tests.strangers import belongs_to_another
 
@@ -114,7 +114,7 @@ class TestFoldersOfOthers:
         assert kept.find("a", (), jax.devices()) is None
         assert not (tmp_path / "executed").exists()
         place.chmod(0o700)
-        monkeypatch.setattr(program_cache, "_is_own", lambda folder: True)
+        monkeypatch.setattr(_jax, "_is_own", lambda folder: True)
         assert kept.find("a", (), jax.devices()) is None
         assert (tmp_path / "executed").exists()  # so it would have been
 

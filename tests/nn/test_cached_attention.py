@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gshard.nn.kernels import cached
+from gshard.nn.kernels.attention import CacheBlocks, attend_to_cache, cache_reference
 
 
 def check(B, T, N, L, D, U, filled, positions, seed=0):
@@ -18,11 +18,11 @@ def check(B, T, N, L, D, U, filled, positions, seed=0):
     mask = rng.random((B, T, L)) < 0.4
     mask[..., filled:] = False
     mask[:, np.arange(T), filled - T + np.arange(T)] = True  # each query sees itself
-    want = np.asarray(cached.reference(q, k, v, jnp.asarray(mask)))
+    want = np.asarray(cache_reference(q, k, v, jnp.asarray(mask)))
     unread = -(-filled // positions) * positions
     k[:, :, unread:], v[:, :, unread:] = np.nan, np.nan
-    blocks = cached.CacheBlocks(positions, interpret=True)
-    got = cached.attend(q, k, v, jnp.asarray(mask), jnp.asarray(filled), blocks)
+    blocks = CacheBlocks(positions, interpret=True)
+    got = attend_to_cache(q, k, v, jnp.asarray(mask), jnp.asarray(filled), blocks)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 

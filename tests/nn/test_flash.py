@@ -9,9 +9,15 @@ from jax.extend.core import jaxprs_in_params
 import gshard
 from gshard.nn import attention as attention_module
 from gshard.nn.attention import Attention
-from gshard.nn.flash import Blocks, flash_attention, joint_attention, reference, seed_from_row
+from gshard.nn.flash import (
+    Blocks,
+    Segments,
+    flash_attention,
+    joint_attention,
+    reference,
+    seed_from_row,
+)
 from gshard.nn.pair import Layer, Masks
-from gshard.nn.segments import Segments
 from gshard.nn.strategy import Strategy
 from tests.nn import models
 

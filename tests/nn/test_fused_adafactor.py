@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from gshard.nn import adafactor, fused_adafactor
+from gshard.nn import adafactor, optimizer
 from tests.nn.models import config, shapes
 
 
@@ -41,7 +41,7 @@ def per_weight(state, params):
     """The same of a state in which weights of one shape share an array."""
     found = jax.tree.structure(params).flatten_up_to(state.own)
     shared = iter(state.shared)
-    for alike in fused_adafactor._alike(params):
+    for alike in optimizer._alike(params):
         if alike.shared:
             together = next(shared)
             for n, place in enumerate(alike.places):
@@ -65,7 +65,7 @@ def few_weights():
     ],
 )
 def test_is_adafactor(weights, min_dim, monkeypatch):
-    monkeypatch.setattr(fused_adafactor, "_STACKED", 200)
+    monkeypatch.setattr(optimizer, "_STACKED", 200)
     plain = adafactor(warmup=10, min_dim_to_factor=min_dim)
     fused = adafactor(warmup=10, min_dim_to_factor=min_dim, fused=True)
     params = weights()

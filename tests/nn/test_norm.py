@@ -7,9 +7,9 @@ import pytest
 
 import gshard
 from gshard.nn import Strategy, layers
-from gshard.nn.norm import NormBlocks, fits, normalize, normalize_beside
+from gshard.nn.flash import Segments
+from gshard.nn.layers import NormBlocks, fits_norm, normalize, normalize_beside
 from gshard.nn.pair import Layer, Masks
-from gshard.nn.segments import Segments
 from tests.nn import models
 from tests.oracle import kinds, sent
 
@@ -78,7 +78,7 @@ def test_a_layer_by_the_kernel_is_the_plain_one(monkeypatch):
         used.append(given)
         return normalize_beside(*given, NormBlocks(32, 4, interpret=True))
 
-    monkeypatch.setattr(layers, "fits", lambda x, devices: True)
+    monkeypatch.setattr(layers, "fits_norm", lambda x, devices: True)
     monkeypatch.setattr(layers, "normalize_beside", by_kernel)
     got = gradients(layer, x)
     assert len(used) == 3
@@ -115,7 +115,7 @@ def test_each_device_runs_the_kernel_on_its_own_rows(strategy):
 
 def test_rows_that_do_not_divide_stay_with_the_plain_version(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert fits(jax.ShapeDtypeStruct((512, 8, 1024), jnp.bfloat16), 8)
-    assert not fits(jax.ShapeDtypeStruct((512, 7, 1024), jnp.bfloat16), 8)
-    assert not fits(jax.ShapeDtypeStruct((500, 1024, 1024), jnp.bfloat16), 8)
-    assert not fits(jax.ShapeDtypeStruct((512, 8, 1000), jnp.bfloat16), 8)
+    assert fits_norm(jax.ShapeDtypeStruct((512, 8, 1024), jnp.bfloat16), 8)
+    assert not fits_norm(jax.ShapeDtypeStruct((512, 7, 1024), jnp.bfloat16), 8)
+    assert not fits_norm(jax.ShapeDtypeStruct((500, 1024, 1024), jnp.bfloat16), 8)
+    assert not fits_norm(jax.ShapeDtypeStruct((512, 8, 1000), jnp.bfloat16), 8)

@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 
 from gshard.nn import float8
-from gshard.nn.flash import flash_attention, joint_attention
+from gshard.nn.flash import Segments, flash_attention, joint_attention
 from gshard.nn.flash import reference as plain_attention
 from gshard.nn.kernels.float8 import E4M3, E5M2, by_kernel, gated_by_kernel, gated_reference
 from gshard.nn.kernels.float8 import reference as plain_eight
 from gshard.nn.kernels.vocabulary import fits as loss_fits
 from gshard.nn.kernels.vocabulary import log_z_and_grads
 from gshard.nn.kernels.vocabulary import reference as plain_loss
-from gshard.nn.norm import fits as norm_fits
-from gshard.nn.norm import normalize, normalize_beside
-from gshard.nn.segments import Segments
+from gshard.nn.layers import fits_norm, normalize, normalize_beside
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
 
@@ -96,7 +94,7 @@ def test_attention_to_parts_of_arrays(parts, T, L, causal, rate):
 @pytest.mark.parametrize("shape", [(64, 128, 512), (1024, 1024)])
 def test_normalization_beside_the_residual(shape):
     x, scale, bias = draw(*shape), draw(1, shape[-1])[0], draw(shape[-1])
-    assert norm_fits(x)
+    assert fits_norm(x)
     same(
         lambda *given: sum(normalize_beside(*given)),
         lambda x, scale, bias: normalize(x, scale, bias) + x,

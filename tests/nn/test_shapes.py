@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gshard.mt.training.weights import named
-from gshard.nn.config import GatingConfig
-from gshard.nn.shapes import weight_shapes
+from gshard.nn.config import GatingConfig, weight_shapes
 from gshard.nn.transformer import Transformer
 from tests.nn import models
 

@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from gshard.nn import Attention, Batch, GatingConfig, LayerNorm, Transformer, segment_mask
-from gshard.nn.shapes import forward_flops
+from gshard.nn.config import forward_flops
 from tests.nn import models
 
 

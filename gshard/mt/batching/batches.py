@@ -24,7 +24,7 @@ from gshard.mt.batching.packing import Arrays, fill, pack
 from gshard.mt.batching.tokenizer import temperature_shares
 from gshard.mt.batching.tokens import TaskTokens
 from gshard.mt.errors import UserError
-from gshard.mt.launch.signals import belong_to_parent
+from gshard.mt.launch.status import belong_to_parent
 
 SHORT = 4  # examples with fewer English words than this are down-weighted
 Draw = tuple[int, int]  # a task's number and an example's

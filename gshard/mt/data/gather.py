@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from gshard.mt import atomic
+from gshard.mt.atomic import locked
 from gshard.mt.data import fetch, jobs
 from gshard.mt.data.corpus import MANIFEST, VERSION, Corpus, write_rows
 from gshard.mt.data.labels import label_tests
@@ -38,8 +39,7 @@ from gshard.mt.data.splits import (
 from gshard.mt.data.tiers import Tier
 from gshard.mt.data.user_text import Own
 from gshard.mt.errors import UserError
-from gshard.mt.launch.signals import end_with_parent
-from gshard.mt.lock import locked
+from gshard.mt.launch.status import end_with_parent
 from gshard.mt.progress import Progress, Silent
 
 _BUFFERED = 1_000_000  # rows held while sorting by language

@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 
 from gshard.mt import atomic
 from gshard.mt.data import fetch, readers, user_text
-from gshard.mt.data.archives import Files
 from gshard.mt.data.clean import clean, normalise
 from gshard.mt.data.splits import fingerprint
 from gshard.mt.data.tiers import Tier, Unit
+from gshard.mt.data.unpack import Files
 
 CLEANING = 1  # to be raised when readers or filters change what comes out
 _ROWS = 200_000  # in memory at a time

@@ -24,7 +24,7 @@ from typing import IO, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from gshard.mt.data.filters import PLACEHOLDER
+from gshard.mt.data.clean import PLACEHOLDER
 from gshard.mt.errors import UserError
 
 SPLITS = ("train", "dev", "test")

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 
 from gshard.mt import atomic
 from gshard.mt.data import readers
-from gshard.mt.data.archives import Files
 from gshard.mt.data.locales import language_of
 from gshard.mt.data.splits import SPLITS
 from gshard.mt.data.tiers import Reading
+from gshard.mt.data.unpack import Files
 from gshard.mt.errors import UserError, nearest
 
 _COLUMNS = ("language", "source", "english", "origin", "split")

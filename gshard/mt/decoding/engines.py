@@ -14,7 +14,7 @@ import numpy as np
 from gshard.mt.broadcast import Broadcast
 from gshard.mt.config import DeviceConfig
 from gshard.mt.decoding.texts import TextTranslator, TranslateConfig
-from gshard.mt.errors import UserError, nearest
+from gshard.mt.errors import UserError, one_of
 from gshard.mt.launch.environment import Hosts
 from gshard.mt.training.weights import (
     WEIGHTS,
@@ -52,20 +52,8 @@ class EngineConfig:
 
 def engine_of(engine: str, numbers: str, threads: int) -> EngineConfig:
     """The configuration of options; an error that names what is allowed."""
-    known = next((each for each in ENGINES if each == engine), None)
-    if known is None:
-        raise UserError(
-            f"unknown --engine {engine!r}{nearest(engine, ENGINES)}; allowed are "
-            f"{', '.join(ENGINES)}"
-        )
-    kind = next((each for each in NUMBERS if each == numbers), None)
-    if kind is None:
-        allowed = NUMBERS[1:]
-        raise UserError(
-            f"unknown --weights {numbers!r}{nearest(numbers, allowed)}; allowed are "
-            f"{', '.join(allowed)}"
-        )
-    return EngineConfig(known, kind, threads)
+    kind = one_of("--weights", numbers, NUMBERS[1:]) if numbers else ""
+    return EngineConfig(one_of("--engine", engine, ENGINES), kind, threads)
 
 
 def open_translator(

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from gshard.mt import atomic
+from gshard.mt.atomic import hold
 from gshard.mt.errors import UserError
-from gshard.mt.lock import hold
 
 _READ = 1 << 16  # bytes at a time
 _PAUSE = 0.05  # seconds without anything to read that end a chunk

@@ -26,7 +26,7 @@ from jax import Array
 import gshard
 from gshard.mt.batching.batches import Batches
 from gshard.mt.batching.packing import Arrays
-from gshard.mt.launch.signals import belong_to_parent
+from gshard.mt.launch.status import belong_to_parent
 from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.step import TrainState, eval_step, init_state, train_step
 from gshard.nn.transformer import Transformer

@@ -23,8 +23,7 @@ from typing import Protocol
 
 from gshard.mt.errors import UserError
 from gshard.mt.launch import status
-from gshard.mt.launch.signals import is_second_request, stop_signals
-from gshard.mt.launch.status import ALONE, WAITING, Status
+from gshard.mt.launch.status import ALONE, WAITING, Status, is_second_request, stop_signals
 
 _USER_ERRORS = (1, 2)  # exit statuses of what a user has to mend
 # These may be silent for longer.

@@ -22,7 +22,7 @@ from ray import serve
 
 from gshard.mt.decoding.engines import engine_of
 from gshard.mt.decoding.texts import TranslateConfig
-from gshard.mt.errors import UserError, nearest
+from gshard.mt.errors import UserError, one_of
 from gshard.mt.run import Run
 from gshard.mt.serving.server import Access, application
 from gshard.mt.serving.service import SECONDS, WAITING
@@ -162,12 +162,7 @@ def app(arguments: dict[str, str]) -> serve.Application:
 
 
 def _argument(name: str, value: Any) -> Any:
-    if name not in _ARGUMENTS:
-        raise UserError(
-            f"unknown argument {name!r}{nearest(name, _ARGUMENTS)}; allowed are "
-            f"{', '.join(_ARGUMENTS)}"
-        )
-    kind: Callable[[Any], Any] = _ARGUMENTS[name]
+    kind: Callable[[Any], Any] = _ARGUMENTS[one_of("argument", name, [*_ARGUMENTS])]
     try:
         return kind(value)
     except ValueError:

@@ -21,7 +21,7 @@ from gshard.mt.decoding.detect import Detector, detector_of
 from gshard.mt.decoding.engines import EngineConfig, open_translator
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.errors import UserError
-from gshard.mt.launch.signals import end_with_parent
+from gshard.mt.launch.status import end_with_parent
 from gshard.mt.run import Run
 from gshard.mt.serving.server import Access, application, configured, listen
 from gshard.mt.serving.service import Service

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.mt import atomic, hosts
-from gshard.mt.atomic import known_object
+from gshard.mt.atomic import known_object, locked
 from gshard.mt.batching.batches import Batches
 from gshard.mt.batching.tokenizer import Tokenizer, train_tokenizer
 from gshard.mt.config import DeviceConfig, RunConfig
@@ -29,7 +29,6 @@ from gshard.mt.evaluation.baselines import evaluate_baselines, translate_baselin
 from gshard.mt.evaluation.evaluate import System, evaluate, loads_of, search_of, translations
 from gshard.mt.evaluation.store import AnyTranslator, held_out, tasks_of
 from gshard.mt.evaluation.systems import system_of
-from gshard.mt.lock import locked
 from gshard.mt.progress import Progress, TrainingProgress
 from gshard.mt.run import ID, METRICS, Run
 from gshard.mt.study.compile_ahead import BASELINES, compile_ahead

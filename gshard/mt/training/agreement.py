@@ -28,7 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gshard.mt import _jax, hosts
-from gshard.mt.launch.signals import is_second_request, stop_signals
+from gshard.mt.launch.status import is_second_request, stop_signals
 
 _SECONDS = 2.0  # between two exchanges, about
 

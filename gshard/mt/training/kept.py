@@ -35,9 +35,9 @@ from jax.experimental import serialize_executable
 
 import gshard
 from gshard.mt import _jax, atomic, hosts
+from gshard.mt._jax import CheckedCache
 from gshard.mt.errors import UserError
 from gshard.mt.launch.company import fingerprint
-from gshard.mt.program_cache import CheckedCache
 
 LAYOUT = "layout.json"
 _SECONDS = 60.0  # for the search, about

@@ -28,7 +28,7 @@ from gshard.mt.training.journal import Journal
 from gshard.mt.training.prepare import dev_batches, prepare, programs_and_batches
 from gshard.mt.training.programs import Programs, RunState, StepFigures, advice, joined, parts
 from gshard.mt.training.weights import is_release
-from gshard.nn.shapes import step_flops
+from gshard.nn.config import step_flops
 
 
 @dataclass(frozen=True)

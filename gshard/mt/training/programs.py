@@ -26,9 +26,8 @@ from gshard.mt.config import OptimizerConfig, RunConfig, settings
 from gshard.mt.errors import UserError
 from gshard.mt.training import kept
 from gshard.mt.training.kept import for_shapes, layout_of_run
-from gshard.nn.config import Batch, Remat, TransformerConfig
+from gshard.nn.config import Batch, Remat, TransformerConfig, choose_remat
 from gshard.nn.optimizer import adafactor, adam, inverse_sqrt
-from gshard.nn.shapes import choose_remat
 from gshard.nn.step import Optimizer, StepMetrics, TrainState, eval_step, init_state, train_step
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer

@@ -13,7 +13,7 @@ from tests.mt.processes import PATIENCE, until
 # The display of a training, which draws from a thread of its own on a terminal.
 WORK = """
 import pathlib, signal, sys, time
-from gshard.commands.display import TrainDisplay
+from gshard.commands.show import TrainDisplay
 from gshard.commands.show import console
 from gshard.commands.screen import screen
 

@@ -2,8 +2,14 @@ from collections import Counter
 
 import pytest
 
-from gshard.mt.data.clean import clean, normalise, strip_accelerators, strip_context
-from gshard.mt.data.filters import placeholders, reason_to_drop
+from gshard.mt.data.clean import (
+    clean,
+    normalise,
+    placeholders,
+    reason_to_drop,
+    strip_accelerators,
+    strip_context,
+)
 from gshard.mt.data.readers import Raw
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gshard.mt.data import closeness
+from gshard.mt.data import labels
 
 # Few words, so that sentences are close by chance.
 WORDS = st.sampled_from("abcdefgh")
@@ -34,7 +34,7 @@ def test_close_sentences_are_those_of_a_loop(held, training):
     held = [text for text in held if text]
     training = [text for text in training if text]
     expected = [any(is_close(text, other) for other in training) for text in held]
-    assert closeness.close(held, training).tolist() == expected
+    assert labels.close(held, training).tolist() == expected
 
 
 def test_each_reason_by_itself():
@@ -49,18 +49,18 @@ def test_each_reason_by_itself():
         (f"here is one where a {phrase.replace('over', 'past')} is in other words", False),
         ("nothing of it", False),
     ):
-        assert closeness.close([sentence], [training]).tolist() == [expected], training
+        assert labels.close([sentence], [training]).tolist() == [expected], training
     # A word moved by one place is two changes, and five words of seven are not alike.
-    assert not closeness.close(["a b c d e"], ["a x b c d f"]).any()
-    assert not closeness.close(["a b c d e"], []).any()
+    assert not labels.close(["a b c d e"], ["a x b c d f"]).any()
+    assert not labels.close(["a b c d e"], []).any()
 
 
 def test_parts_make_no_difference(monkeypatch):
     draw = random.Random(0)
     texts = [" ".join(draw.choices("abcdefghijkl", k=draw.randint(1, 12))) for _ in range(300)]
-    expected = closeness.close(texts[:50], texts[50:]).tolist()
-    monkeypatch.setattr(closeness, "_PART", 7)
-    assert closeness.close(texts[:50], iter(texts[50:])).tolist() == expected
+    expected = labels.close(texts[:50], texts[50:]).tolist()
+    monkeypatch.setattr(labels, "_PART", 7)
+    assert labels.close(texts[:50], iter(texts[50:])).tolist() == expected
     assert len(set(expected)) == 2
 
 
@@ -73,6 +73,6 @@ def test_time_grows_with_the_text_and_not_with_its_square():
     seconds = []
     for count in (50_000, 200_000):
         began = time.process_time()
-        closeness.close(texts[-20_000:], texts[:count])
+        labels.close(texts[-20_000:], texts[:count])
         seconds.append(time.process_time() - began)
     assert seconds[1] < 8 * seconds[0]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gshard.mt.data import archives, readers
-from gshard.mt.data.archives import Files
+from gshard.mt.data import readers, unpack
 from gshard.mt.data.readers import catalogs, documents, keyed
 from gshard.mt.data.tiers import Reading
+from gshard.mt.data.unpack import Files
 from tests.mt.samples import mo, pak, po, qm
 
 ONE_AND_MANY = ("one file", "%d files", ["eine Datei", "%d Dateien"])
@@ -329,7 +329,7 @@ def test_pipes_devices_and_links_to_nowhere_are_named_and_not_waited_for(tmp_pat
 
 @pytest.mark.parametrize("name", ["de/a.po.gz", "de/a.po.bz2", "de.zip"])
 def test_what_unpacks_without_end_is_named(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(archives, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(unpack, "MAX_BYTES", 1 << 20)
     place = tmp_path / name
     place.parent.mkdir(exist_ok=True)
     data = bytes(4 << 20)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gshard.commands.processes import members
+from gshard.commands.options import members
 from gshard.mt import hosts
 from gshard.mt.errors import MissingHostsError, UserError
 from gshard.mt.launch.environment import Hosts, find
@@ -189,7 +189,7 @@ import socket
 from jax.experimental import multihost_utils
 import numpy as np
 from gshard.mt import hosts
-from gshard.commands.processes import members
+from gshard.commands.options import members
 
 found = members("", None, None)
 hosts.start(0, found)

@@ -106,7 +106,7 @@ def test_what_cannot_be_started_is_not_watched_over(tmp_path, monkeypatch):
 
 WORKER = """
 import multiprocessing, os, time
-from gshard.mt.launch.signals import belong_to_parent
+from gshard.mt.launch.status import belong_to_parent
 
 def work():
     belong_to_parent()

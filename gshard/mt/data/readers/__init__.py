@@ -14,10 +14,10 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-from gshard.mt.data.archives import Files
 from gshard.mt.data.locales import language_of, language_of_path
 from gshard.mt.data.readers import catalogs, documents, keyed
 from gshard.mt.data.tiers import Reading
+from gshard.mt.data.unpack import Files
 
 
 class Raw(NamedTuple):
