@@ -11,7 +11,7 @@ import typer
 
 from gshard.commands.functions import given_arguments, imported, one_line_errors
 from gshard.commands.options import Arguments, Hardware, Json, Plots, Shapes
-from gshard.commands.screen import working
+from gshard.commands.show import working
 from gshard.errors import UserError
 from gshard.untrusted import printable_lines
 

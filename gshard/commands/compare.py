@@ -13,7 +13,7 @@ from gshard.commands.functions import (
     use_virtual_devices,
 )
 from gshard.commands.options import Arguments, HardwareOfPaper, Json, Page, Shapes
-from gshard.commands.screen import working
+from gshard.commands.show import working
 from gshard.untrusted import printable_lines
 
 

@@ -9,7 +9,7 @@ import typer
 
 from gshard.commands.functions import given_arguments, imported, one_line_errors
 from gshard.commands.options import Arguments, Hardware, Json, Page, Shapes
-from gshard.commands.screen import working
+from gshard.commands.show import working
 from gshard.untrusted import printable_lines
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from gshard.commands.functions import (
     use_virtual_devices,
 )
 from gshard.commands.options import Arguments, Json, Shapes
-from gshard.commands.screen import working
+from gshard.commands.show import working
 from gshard.untrusted import printable_lines
 
 _DOES_NOT_FIT = 3  # the exit status; 1 and 2 are mistakes

@@ -16,7 +16,7 @@ from gshard.commands.options import (
     Plots,
     complete_models,
 )
-from gshard.commands.screen import working
+from gshard.commands.show import working
 from gshard.errors import UserError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ def launch(
     ] = 3,
 ) -> None:
     """Run several processes on this machine, and restart them when one dies or hangs."""
-    from gshard.commands.screen import screen
+    from gshard.commands.show import screen
     from gshard.mt.errors import UserError, nearest
     from gshard.mt.launch.local import ThisMachine, gshard_command
     from gshard.mt.launch.supervisor import Supervisor, Timeouts, without_checkpoint

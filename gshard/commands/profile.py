@@ -15,7 +15,7 @@ from gshard.commands.functions import (
     use_virtual_devices,
 )
 from gshard.commands.options import Arguments, Hardware, Json, Shapes
-from gshard.commands.screen import working
+from gshard.commands.show import working
 from gshard.untrusted import printable_lines
 
 if TYPE_CHECKING:

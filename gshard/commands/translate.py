@@ -206,7 +206,7 @@ def _output(which: Hosts) -> tuple[IO[bytes], int]:
 
 
 def _status(text: str) -> contextlib.AbstractContextManager[object]:
-    from gshard.commands.screen import screen
+    from gshard.commands.show import screen
 
     console = screen(stderr=True)
     return console.status(text) if console.is_terminal else contextlib.nullcontext()
@@ -224,8 +224,7 @@ def _progress(first: int, last: int) -> Iterator[Progress]:
     )
     from rich.progress import Progress as RichProgress
 
-    from gshard.commands.screen import screen
-    from gshard.commands.show import Bars
+    from gshard.commands.show import Bars, screen
     from gshard.mt.progress import Silent
 
     console = screen(stderr=True)

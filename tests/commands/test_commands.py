@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 import gshard
 from gshard.cli import app, main
 from gshard.commands import options
-from gshard.commands.screen import working
-from gshard.commands.show import Lines
+from gshard.commands.show import Lines, working
 from gshard.forecast import hardware
 
 # An option of several commands has one default, but for these.
@@ -229,7 +228,7 @@ def test_what_takes_long_says_what_it_does_at_once(capsys):
 def test_a_terminal_shows_what_is_done_and_forgets_it(monkeypatch):
     terminal = io.StringIO()
     made = Console(file=terminal, force_terminal=True, width=80)
-    monkeypatch.setattr("gshard.commands.screen.screen", lambda **_: made)
+    monkeypatch.setattr("gshard.commands.show.screen", lambda **_: made)
     with working() as tell:
         tell("partitioning f for [4] devices")
     shown = terminal.getvalue()

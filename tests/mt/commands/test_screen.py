@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gshard.commands.screen import screen
+from gshard.commands.show import screen
 from tests.mt.processes import PATIENCE, until
 
 # The display of a training, which draws from a thread of its own on a terminal.
@@ -15,7 +15,7 @@ WORK = """
 import pathlib, signal, sys, time
 from gshard.commands.show import TrainDisplay
 from gshard.commands.show import console
-from gshard.commands.screen import screen
+from gshard.commands.show import screen
 
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 figures = {"kind": "train", "nll": 1.0, "tokens_per_second": 1.0, "share_of_matmul": 0.5}

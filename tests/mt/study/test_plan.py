@@ -4,11 +4,11 @@ import io
 from pathlib import Path
 
 import pytest
-from gshard.nn.shapes import forward_flops
 from rich.console import Console
 
 from gshard.mt.errors import UserError
 from gshard.mt.study.plan import ENDLESS, assignments, length_of, overview_table, read_plan
+from gshard.nn.config import forward_flops
 
 PLAN = """
 corpus = "text"
