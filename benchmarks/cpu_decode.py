@@ -119,7 +119,7 @@ def ctranslate2_engine(config: Any, steps: int, int8: bool, threads: int) -> Sea
     """CTranslate2 with the same weights."""
     import ctranslate2
 
-    from gshard.mt.release.ctranslate2 import specification
+    from gshard.mt.release.exported import specification
     from gshard.mt.training.loading import model_like
     from gshard.mt.training.weights import unnamed
 

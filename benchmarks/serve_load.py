@@ -41,7 +41,7 @@ from gshard.mt.batching.tokenizer import END, PAD, START
 from gshard.mt.decoding.host.products import use_threads
 from gshard.mt.decoding.host.translator import HostModel, HostTranslator
 from gshard.mt.decoding.texts import Hypothesis, TextTranslator, TranslateConfig
-from gshard.mt.release.ctranslate2 import specification
+from gshard.mt.release.exported import specification
 from gshard.mt.run import Run
 from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import Service

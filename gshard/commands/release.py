@@ -29,7 +29,7 @@ def release(
     from gshard.graph.readable import size
     from gshard.mt import hosts
     from gshard.mt.errors import UserError, one_of
-    from gshard.mt.release import huggingface, make
+    from gshard.mt.release import exported, make
     from gshard.mt.run import Run as OpenedRun
 
     chosen = one_of("precision", precision, make.PRECISIONS)
@@ -47,11 +47,9 @@ def release(
         return
     opened = OpenedRun.open(run)
     if to == "huggingface":
-        made = huggingface.export(opened, out, checkpoint)
+        made = exported.export(opened, out, checkpoint)
     elif to == "ctranslate2":
-        from gshard.mt.release import ctranslate2  # which needs its package
-
-        made = ctranslate2.export(opened, out, checkpoint)
+        made = exported.to_ctranslate2(opened, out, checkpoint)
     else:
         made = make.make_release(opened, out, checkpoint, chosen)
     for path in sorted(made.rglob("*")):

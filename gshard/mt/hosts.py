@@ -182,13 +182,6 @@ def wait_for_all(reason: str) -> None:
         multihost_utils.sync_global_devices(reason)
 
 
-def told_by_first(value: bool) -> bool:
-    """The value that the first process has, on all of them."""
-    if jax.process_count() == 1:
-        return value
-    return bool(multihost_utils.broadcast_one_to_all(np.array(value)))
-
-
 def text_of_first(text: str) -> str:
     """The text that the first process has, on all of them, however long."""
     if jax.process_count() == 1:

@@ -111,7 +111,30 @@ def joint_attention(
     q_BT, k_BL = (_padded(x, blocks.own) for x in (segments.queries, segments.keys))
     settings = KernelSettings(rate, segments.causal, q.array.shape[-1] ** -0.5, blocks)
     spans = _spans(q_BT, k_BL, settings)
-    return _attend(arrays, q_BT, k_BL, spans, seed, settings)[:, :T]
+    return _attend(Operands(arrays, q_BT, k_BL, spans, seed), settings)[:, :T]
+
+
+class Operands(NamedTuple):
+    """What the kernels read: the arrays, the segments of both sides, blocks to visit, a seed."""
+
+    arrays: tuple[Array, ...]
+    queries: Array  # [B, T], segments
+    keys: Array  # [B, L]
+    spans: tuple[Array, Array]  # of blocks of queries, and of blocks of keys
+    seed: Array
+
+    def given(self, side: int) -> list[KernelArray]:
+        """The first operands of all kernels: an array once for each of its parts."""
+        q, k, v = _parts(self.arrays)
+        return [
+            KernelArray("BTPND", q.array, q.number),
+            KernelArray("BLPND", k.array, k.number),
+            KernelArray("BLPNU", v.array, v.number),
+            KernelArray("BT", self.queries),
+            KernelArray("BL", self.keys),
+            KernelArray("BXS", self.spans[side]),
+            KernelArray("S", self.seed),
+        ]
 
 
 class AttentionInput(NamedTuple):
@@ -206,48 +229,27 @@ def _spans(q_BT: Array, k_BL: Array, settings: KernelSettings) -> tuple[Array, A
     return span(mask_BTL), span(mask_BTL.swapaxes(1, 2))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(
-    arrays: tuple[Array, ...],
-    q_BT: Array,
-    k_BL: Array,
-    spans: tuple[Array, Array],
-    seed: Array,
-    settings: KernelSettings,
-) -> Array:
-    return _forward(arrays, q_BT, k_BL, spans, seed, settings)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(operands: Operands, settings: KernelSettings) -> Array:
+    return _outputs(operands, settings)[0]
 
 
-def _forward(
-    arrays: tuple[Array, ...],
-    q_BT: Array,
-    k_BL: Array,
-    spans: tuple[Array, Array],
-    seed: Array,
-    settings: KernelSettings,
-) -> tuple[Array, Any]:
-    out, log_z = _outputs(arrays, q_BT, k_BL, spans[0], seed, settings)
-    return out, (arrays, q_BT, k_BL, spans, seed, out, log_z)
+def _forward(operands: Operands, settings: KernelSettings) -> tuple[Array, Any]:
+    out, log_z = _outputs(operands, settings)
+    return out, (operands, out, log_z)
 
 
 # Both under `jax.jit`, so that a kernel is traced and lowered once for all layers of a shape.
-@functools.partial(jax.jit, static_argnums=5)
-def _outputs(
-    arrays: tuple[Array, ...],
-    q_BT: Array,
-    k_BL: Array,
-    span: Array,
-    seed: Array,
-    settings: KernelSettings,
-) -> tuple[Array, Array]:
-    q, _, v = (part.array for part in _parts(arrays))
+@functools.partial(jax.jit, static_argnums=1)
+def _outputs(operands: Operands, settings: KernelSettings) -> tuple[Array, Array]:
+    q, _, v = (part.array for part in _parts(operands.arrays))
     B, T, _, N, _ = q.shape
     out_BTNU = jax.ShapeDtypeStruct((B, T, N, v.shape[-1]), q.dtype)
     out, log_z = _call(
         forward_kernel,
         settings,
         "T",
-        _given(arrays, q_BT, k_BL, span, seed),
+        operands.given(0),
         [KernelArray("BTNU", out_BTNU), KernelArray("BNT", _per_query(q))],
         "flash_forward",
     )
@@ -255,20 +257,20 @@ def _outputs(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(settings: KernelSettings, kept_: Any, grad: Array) -> tuple[Any, ...]:
+def _backward(settings: KernelSettings, kept_: Any, grad: Array) -> tuple[Operands]:
     """Gradients in arrays like those given.
 
     An array with queries and keys is first written by the kernel of the queries' gradients, which
     leaves the other parts, and then by the other kernel.
     """
-    arrays, q_BT, k_BL, spans, seed, out, log_z = kept_
-    q, k, _ = _parts(arrays)
+    operands, out, log_z = kept_
+    q, k, _ = _parts(operands.arrays)
     dq, delta = _call(
         query_kernel,
         settings,
         "T",
         [
-            *_given(arrays, q_BT, k_BL, spans[0], seed),
+            *operands.given(0),
             KernelArray("BTNU", grad),
             KernelArray("BNT", log_z),
             KernelArray("BTNU", out),
@@ -277,7 +279,7 @@ def _backward(settings: KernelSettings, kept_: Any, grad: Array) -> tuple[Any, .
         "flash_query_grads",
     )
     given = [
-        *_given(arrays, q_BT, k_BL, spans[1], seed),
+        *operands.given(1),
         KernelArray("BTNU", grad),
         KernelArray("BNT", log_z),
         KernelArray("BNT", delta),
@@ -288,11 +290,12 @@ def _backward(settings: KernelSettings, kept_: Any, grad: Array) -> tuple[Any, .
         settings,
         "L",
         [*given, *begun],
-        [KernelArray("BLPND", x) for x in arrays[k.place :]],
+        [KernelArray("BLPND", x) for x in operands.arrays[k.place :]],
         "flash_key_grads",
         aliases={len(given): 0} if begun else None,
     )
-    return (*([] if begun else [dq]), *key_grads), None, None, None, None
+    grads: Any = (*([] if begun else [dq]), *key_grads)
+    return (Operands(grads, *[None] * 4),)  # type: ignore[arg-type]  # none for the others
 
 
 _attend.defvjp(_forward, _backward)
@@ -328,22 +331,6 @@ class KernelArray(NamedTuple):
 
         sizes = zip(self.dims, self.array.shape, strict=True)
         return pl.BlockSpec(tuple(size(dim, whole) for dim, whole in sizes), place)
-
-
-def _given(
-    arrays: tuple[Array, ...], q_BT: Array, k_BL: Array, span: Array, seed: Array
-) -> list[KernelArray]:
-    """The first operands of all kernels: an array once for each of its parts."""
-    q, k, v = _parts(arrays)
-    return [
-        KernelArray("BTPND", q.array, q.number),
-        KernelArray("BLPND", k.array, k.number),
-        KernelArray("BLPNU", v.array, v.number),
-        KernelArray("BT", q_BT),
-        KernelArray("BL", k_BL),
-        KernelArray("BXS", span),
-        KernelArray("S", seed),
-    ]
 
 
 def _call(

@@ -23,14 +23,11 @@ _TENSOR_DIM: dict[tuple[str, ...], int] = {
     ("experts", "wo"): 1,
     ("feed_forward", "wi"): 1,
     ("feed_forward", "wo"): 0,
-    ("self_attention", "wq"): 1,
-    ("self_attention", "wk"): 1,
-    ("self_attention", "wv"): 1,
-    ("self_attention", "wo"): 0,
-    ("cross_attention", "wq"): 1,
-    ("cross_attention", "wk"): 1,
-    ("cross_attention", "wv"): 1,
-    ("cross_attention", "wo"): 0,
+    **{
+        (f"{kind}_attention", name): 0 if name == "wo" else 1
+        for kind in ("self", "cross")
+        for name in ("wq", "wk", "wv", "wo")
+    },
 }
 
 

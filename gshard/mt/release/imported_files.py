@@ -18,7 +18,7 @@ from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import SharedTokenizer, Tokenizer, VocabularyConfig
 from gshard.mt.config import built
 from gshard.mt.errors import UserError
-from gshard.mt.release import huggingface
+from gshard.mt.release import exported
 from gshard.untrusted import read_bytes, refuse_special, short_repr
 
 _KINDS = ("m2m_100", "nllb-moe")
@@ -200,7 +200,7 @@ def read_tokenizer(
 
     `given` are the checkpoint's settings, and `sizes` the rows of its tables.
     """
-    path = folder / huggingface.VOCABULARY
+    path = folder / exported.VOCABULARY
     try:
         if path.is_file():
             settings = read_json(path)

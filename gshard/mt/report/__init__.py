@@ -1,8 +1,7 @@
 """`gshard report`: one HTML page that shows what runs learned, from their folders alone.
 
-`gathered` reads the folders, `measures` does the arithmetic, `charts` and `tables` say what is
-shown, `drawn` draws the charts, and `page` fills in the templates. Style, charts and templates are
-those of `gshard.pages`.
+`gathered` reads the folders, `measures` does the arithmetic, `charts` and `tables` make what is
+shown, and `page` fills in the templates. Style, charts and templates are those of `gshard.pages`.
 """
 
 from __future__ import annotations

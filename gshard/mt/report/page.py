@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gshard.mt.report import cells as as_text
-from gshard.mt.report import drawn, measures, tables
+from gshard.mt.report import charts, measures, tables
 from gshard.mt.report.cells import COLOURS, Grid, run_name
-from gshard.mt.report.charts import chart_data
 from gshard.mt.report.gathered import Gathered
 from gshard.pages import checked, style
 from gshard.pages import render as fill_in
@@ -40,7 +39,7 @@ Section = dict[str, Any]  # for its part of page.html; one with a `note` has not
 
 def render(runs: Sequence[Gathered], now: float | None = None) -> str:
     """The page."""
-    data = chart_data(runs)
+    data = charts.chart_data(runs)
     known = _sections(runs, data)
     missing = [section for section in known if section["note"]]
     if len(missing) == len(known):
@@ -177,7 +176,7 @@ def _quality(runs: Sequence[Gathered], data: dict[str, Any]) -> Section:
     return {
         "baselines": len(without) < len(scored),
         "advice": advice,
-        "charts": drawn.quality(data),
+        "charts": charts.draw_quality(data),
         "smoothed": len(measures.resource_order(runs)) >= measures.LEAST,
         "window": measures.WINDOW,
         "lent": "; ".join(lent),
@@ -208,8 +207,8 @@ def _languages(runs: Sequence[Gathered]) -> Section:
 
 
 def _loss(runs: Sequence[Gathered], data: dict[str, Any]) -> Section:
-    charts = drawn.loss(data)
-    if not charts or not any("nll" in record for run in runs for record in (*run.train, *run.dev)):
+    drawn = charts.draw_loss(data)
+    if not drawn or not any("nll" in record for run in runs for record in (*run.train, *run.dev)):
         return {"note": Note("No losses are recorded yet.")}
     windows = {measures.curve(run.train, smooth=True).window for run in runs if run.train} or {1}
     low, high = min(windows), max(windows)
@@ -218,7 +217,7 @@ def _loss(runs: Sequence[Gathered], data: dict[str, Any]) -> Section:
         count = low if low == high else f"{low} to {high}"
         span += f", the mean of the last {count} records, with the records themselves faint behind"
     return {
-        "charts": charts,
+        "charts": drawn,
         "span": span,
         "losses": tables.dev_losses(runs),
         "reached": tables.reached(runs),
@@ -243,7 +242,7 @@ def _corpora(data: dict[str, Any]) -> Section:
             f"from {as_text.whole(counts[0])} to {as_text.whole(counts[-1])}; "
             + ("the first has half of all." if half == 1 else f"the first {half} have half of all.")
         )
-    chart = drawn.corpora(data)
+    chart = charts.draw_corpora(data)
     return {
         "lines": lines,
         "chart": chart and chart.html("corpora"),
@@ -267,4 +266,4 @@ def _examples(examples: dict[str, Any]) -> Section:
 def _health(runs: Sequence[Gathered], data: dict[str, Any]) -> Section:
     if not data["health"]:
         return {"note": Note("No measures of training are recorded.")}
-    return {"table": tables.health(runs), "charts": drawn.health(data)}
+    return {"table": tables.health(runs), "charts": charts.draw_health(data)}

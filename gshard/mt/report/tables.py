@@ -27,6 +27,16 @@ from gshard.mt.report.cells import (
 from gshard.mt.report.charts import HEALTH
 from gshard.mt.report.gathered import GROUPS, Baselines, Direction, Gathered
 
+# The scores of a run by the names that an evaluation has for them.
+_SCORES = {
+    "bleu": Column("BLEU"),
+    "chrf": Column("chrF++"),
+    "copy_bleu": Column("Copy", "BLEU of the source, copied"),
+    "nearest_bleu": Column(
+        "Nearest", "BLEU of the translation of the most similar training sentence, copied"
+    ),
+    "untrained_bleu": Column("Untrained", "BLEU of the same model before training"),
+}
 _GROUP_NAMES = {"to-english": "into English", "from-english": "from English"}
 FEW = 100  # sentences; a BLEU of fewer says little
 
@@ -149,11 +159,7 @@ def averages(runs: Sequence[Gathered]) -> Grid:
         Column("Model", text=True),
         Column("Resource", "a quarter of the languages is high, a quarter low", text=True),
         Column("Tasks"),
-        Column("BLEU"),
-        Column("chrF++"),
-        Column("Copy", "BLEU of the source, copied"),
-        Column("Nearest", "BLEU of the translation of the most similar training sentence, copied"),
-        Column("Untrained", "BLEU of the same model before training"),
+        *_SCORES.values(),
         Column("Baseline", "BLEU of the bilingual models"),
         Column("ΔBLEU"),
     ]
@@ -175,20 +181,15 @@ def averages(runs: Sequence[Gathered]) -> Grid:
                     run_name(run, runs) if group == "all" else Cell(""),
                     words(_GROUP_NAMES.get(group, group)),
                     figure(len(tasks), whole),
-                    figure(measures.average(run, group, "bleu")),
-                    figure(measures.average(run, group, "chrf")),
-                    figure(measures.average(run, group, "copy_bleu")),
-                    figure(measures.average(run, group, "nearest_bleu")),
-                    figure(measures.average(run, group, "untrained_bleu")),
+                    *(figure(measures.average(run, group, name)) for name in _SCORES),
                     figure(_mean_baseline(run, baselines, group)),
                     change(measures.mean_gain(run, baselines, group)),
                 ]
             )
         for test, mean in run.evaluation.tests.items():
-            names = ("bleu", "chrf", "copy_bleu", "nearest_bleu")
             cells = [Cell(""), words(f"test: {test}"), figure(mean.get("tasks"), whole)]
-            cells += [figure(mean.get(name)) for name in names]
-            rows.append([*cells, *(figure(None) for _ in range(3))])
+            cells += [figure(mean.get(name)) for name in _SCORES]
+            rows.append([*cells, figure(None), figure(None)])
     columns, rows = _without_empty(columns, rows, keep=5)
     return Grid("averages", columns, rows, "Averages by resource and by test", breaks=breaks[1:])
 
@@ -235,11 +236,7 @@ def languages(run: Gathered, runs: Sequence[Gathered], order: Sequence[Direction
     several = len({task.into_english for task in order}) > 1
     columns = [
         *_HEAD,
-        Column("BLEU"),
-        Column("chrF++"),
-        Column("Copy", "BLEU of the source, copied"),
-        Column("Nearest", "BLEU of the translation of the most similar training sentence, copied"),
-        Column("Untrained", "BLEU of the same model before training"),
+        *_SCORES.values(),
         Column("Baseline", "BLEU of the bilingual model"),
         Column("ΔBLEU", "BLEU less that of the baseline"),
     ]
@@ -249,11 +246,7 @@ def languages(run: Gathered, runs: Sequence[Gathered], order: Sequence[Direction
         rows.append(
             [
                 *_head(task, several),
-                figure(task.bleu),
-                figure(task.chrf),
-                figure(task.copy_bleu),
-                figure(task.nearest_bleu),
-                figure(task.untrained_bleu),
+                *(figure(getattr(task, name)) for name in _SCORES),
                 figure(baseline.get("bleu")),
                 change(delta.get(task.name)),
             ]

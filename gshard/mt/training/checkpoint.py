@@ -261,9 +261,8 @@ class Checkpoints:
 
     def _verify(self, step: int, items: Sequence[str]) -> None:
         """That every file is as it was written; process 0 looks, and tells the others."""
-        first = hosts.is_first()
-        problem = damage(self.folder / str(step), items) if first else "see process 0"
-        if hosts.told_by_first(bool(problem)):
+        found = damage(self.folder / str(step), items) if hosts.is_first() else ""
+        if problem := hosts.told_by_any(found):
             raise DamagedError(self._about(step, problem))
 
     def _add_checksums(self) -> None:

@@ -36,7 +36,7 @@ def test_the_same_tokens_and_scores(stacked, tokenizer, tmp_path):
 
 
 def test_experts_have_no_form_there(tokenizer, tmp_path):
-    from gshard.mt.release.ctranslate2 import export
+    from gshard.mt.release.exported import to_ctranslate2 as export
 
     run = made(tmp_path / "run", tokenizer, **KINDS["sparse"])
     with pytest.raises(UserError, match="has experts"):

@@ -11,7 +11,7 @@ from gshard.mt.config import RunConfig
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.errors import UserError
-from gshard.mt.release.huggingface import export
+from gshard.mt.release.exported import export
 from gshard.mt.run import Run
 from gshard.mt.training.checkpoint import Checkpoints
 from gshard.mt.training.loading import load_model

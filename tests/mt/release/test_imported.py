@@ -15,7 +15,7 @@ from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import beam_search
 from gshard.mt.errors import UserError
-from gshard.mt.release.huggingface import export
+from gshard.mt.release.exported import export
 from gshard.mt.release.imported import (
     import_model,
     load_import,

@@ -1,10 +1,9 @@
-"""A release in the layout of Hugging Face: `NllbMoe`, or `M2M100` for a model without experts.
+"""Releases in the layouts of other tools: Hugging Face's and CTranslate2's.
 
-`transformers` loads it without gshard. Both classes have one table of embeddings, so the two
-vocabularies become one: the source's ids, then the target's. Its `MarianTokenizer` has two
-SentencePiece models and writes the target language as `>>de<<` before the text.
-
-How the layout is made to say what gshard's model does:
+Hugging Face has `NllbMoe`, or `M2M100` for a model without experts. `transformers` loads it without
+gshard. Both classes have one table of embeddings, so the two vocabularies become one: the source's
+ids, then the target's. Its `MarianTokenizer` has two SentencePiece models and writes the target
+language as `>>de<<` before the text. How the layout is made to say what gshard's model does:
 
 - Positions begin with 0 where the padding token has the id -1, and so `config.json` says; padding
   in batches is masked, and `generation_config.json` has an id that exists.
@@ -14,6 +13,11 @@ How the layout is made to say what gshard's model does:
 
 What it cannot say: the epsilon of layer normalization is 1e-5 there, and 1e-6 here; logits differ
 in the sixth digit. Models of other kinds are refused, with the reason.
+
+For CTranslate2 a model without experts is described by CTranslate2's own specification: it has two
+vocabularies, an epsilon of layer normalization and a table of positions, so that nothing has to be
+bent. `source.spm` and `target.spm` make pieces of text; a model of several targets reads a tag such
+as `<2de>` before them, and `</s>` is added behind by CTranslate2.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gshard.mt import atomic
@@ -34,7 +39,8 @@ from gshard.mt.release.make import CARD, card
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model
 from gshard.mt.training.weights import write_weights
-from gshard.nn.config import TransformerConfig
+from gshard.nn.config import EPSILON, TransformerConfig
+from gshard.nn.layers import sinusoids
 from gshard.nn.transformer import Transformer
 
 VOCABULARY = "gshard_vocabulary.json"  # languages and directions, for `gshard import`
@@ -45,21 +51,51 @@ _POSITIONS = 1024  # of the table of positions; it grows when it has to
 
 def export(run: Run, out: Path, which: str = "best") -> Path:
     """Write a run or release as a folder that `transformers` loads, in float32."""
-    if out.exists():
-        raise UserError(f"{out} exists already; a release goes to a new folder")
-    if reason := inexpressible(run.model_config):
-        raise UserError(f"{run.folder} cannot be expressed in Hugging Face's layout: {reason}")
-    model, step = load_model(run, which)
+    model, step = _expressible(run, out, which, "Hugging Face's layout")
     arrays = {name: np.asarray(array, np.float32) for name, array in renamed(model)}
-    count = sum(leaf.size for leaf in jax.tree.leaves(model))
     with atomic.new_folder(out) as part:
         write_weights(part / _WEIGHTS, arrays, {"format": "pt", "step": str(step)})
         _write_tokenizer(part, run.tokenizer)
         _write(part / "config.json", _config(run.model_config))
         _write(part / "generation_config.json", _generation(run.model_config))
-        text = card(run, step, count, (part / _WEIGHTS).stat().st_size, "float32")
-        (part / CARD).write_text(_front_matter(run) + text + _USE, encoding="utf-8")
+        text = _front_matter(run) + _card(run, model, step, part / _WEIGHTS) + _USE
+        (part / CARD).write_text(text, encoding="utf-8")
     return out
+
+
+def to_ctranslate2(run: Run, out: Path, which: str = "best") -> Path:
+    """Write a run or release as a folder that `ctranslate2.Translator` loads, in float32."""
+    if run.model_config.experts:
+        raise UserError(f"{run.folder} has experts, which CTranslate2 does not support")
+    model, step = _expressible(run, out, which, "CTranslate2")
+    spec, tokenizer = specification(model), run.tokenizer
+    spec.register_source_vocabulary(tokenizer.spell_source(range(tokenizer.source_size)))
+    spec.register_target_vocabulary(tokenizer.spell_target(range(tokenizer.target_size)))
+    spec.config.add_source_eos = True
+    spec.config.layer_norm_epsilon = EPSILON
+    spec.validate()
+    spec.optimize(quantization=None)
+    with atomic.new_folder(out) as part:
+        spec.save(str(part))
+        for side, pieces in zip(("source", "target"), tokenizer.models, strict=True):
+            (part / f"{side}.spm").write_bytes(pieces)
+        text = _card(run, model, step, part / "model.bin")
+        (part / CARD).write_text(text, encoding="utf-8")
+    return out
+
+
+def _expressible(run: Run, out: Path, which: str, tool: str) -> tuple[Transformer, int]:
+    """The model and its step, if another tool has a form for it and `out` is a new folder."""
+    if out.exists():
+        raise UserError(f"{out} exists already; a release goes to a new folder")
+    if reason := inexpressible(run.model_config):
+        raise UserError(f"{run.folder} cannot be expressed in {tool}: {reason}")
+    return load_model(run, which)
+
+
+def _card(run: Run, model: Transformer, step: int, weights: Path) -> str:
+    count = sum(leaf.size for leaf in jax.tree.leaves(model))
+    return card(run, step, count, weights.stat().st_size, "float32")
 
 
 def renamed(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
@@ -274,3 +310,62 @@ def inexpressible(config: TransformerConfig) -> str:
     if c.experts and c.shared_hidden_dim:
         return "it has a feed-forward network beside its experts (model.shared_hidden_dim)"
     return ""
+
+
+def specification(model: Transformer) -> Any:
+    """The model in CTranslate2's terms."""
+    from ctranslate2.specs import TransformerSpec  # of the extra `export`
+
+    c = model.config
+    spec = TransformerSpec.from_config((c.encoder_layers, c.decoder_layers), c.heads)
+    spec.encoder.embeddings[0].weight = _floats(model.source.table)
+    spec.decoder.embeddings.weight = _floats(model.target.table)
+    spec.decoder.projection.weight = _floats(model.target.table)
+    positions = sinusoids(jnp.arange(2 * _POSITIONS)[None], c.model_dim)[0]
+    for stack, pairs, norm in (
+        (spec.encoder, model.encoder, model.encoder_norm),
+        (spec.decoder, model.decoder, model.decoder_norm),
+    ):
+        stack.position_encodings.encodings = _floats(positions)
+        _specify_norm(stack.layer_norm, norm)
+        for into, layer in zip(stack.layer, layers_of(pairs, c.stacked), strict=True):
+            _specify_layer(into, layer)
+    return spec
+
+
+def _specify_layer(into: Any, layer: Any) -> None:
+    _specify_norm(into.self_attention.layer_norm, layer.self_norm)
+    own = layer.self_attention
+    _linear(into.self_attention.linear[0], *(_flat(w) for w in (own.wq, own.wk, own.wv)))
+    _linear(into.self_attention.linear[1], _back(own.wo))
+    if layer.cross_attention is not None:
+        cross = layer.cross_attention
+        _specify_norm(into.attention.layer_norm, layer.cross_norm)
+        _linear(into.attention.linear[0], _flat(cross.wq))
+        _linear(into.attention.linear[1], _flat(cross.wk), _flat(cross.wv))
+        _linear(into.attention.linear[2], _back(cross.wo))
+    _specify_norm(into.ffn.layer_norm, layer.feed_forward_norm)
+    _linear(into.ffn.linear_0, _floats(layer.feed_forward.wi))
+    _linear(into.ffn.linear_1, _floats(layer.feed_forward.wo))
+
+
+def _linear(into: Any, *weights: np.ndarray) -> None:
+    """Weights [in, out], side by side; CTranslate2 has [out, in]."""
+    into.weight = np.ascontiguousarray(np.concatenate(weights, axis=1).T)
+    into.bias = np.zeros(len(into.weight), np.float32)
+
+
+def _specify_norm(into: Any, norm: Any) -> None:
+    into.gamma, into.beta = _floats(norm.scale), _floats(norm.bias)
+
+
+def _flat(w_MND: Any) -> np.ndarray:
+    return _floats(w_MND).reshape(len(w_MND), -1)
+
+
+def _back(w_NUM: Any) -> np.ndarray:
+    return _floats(w_NUM).reshape(-1, w_NUM.shape[-1])
+
+
+def _floats(array: Any) -> np.ndarray:
+    return np.asarray(array, np.float32)
