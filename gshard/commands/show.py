@@ -151,13 +151,15 @@ class Lines:
 
 
 @contextlib.contextmanager
-def bars() -> Iterator[Bars | Lines]:
+def bars(
+    on: Console = console, title: str = "{task.description:>15}", **how: Any
+) -> Iterator[Bars | Lines]:
     """Progress bars while the block runs, or lines where there is no terminal."""
-    if not console.is_terminal:
+    if not on.is_terminal:
         yield Lines()
         return
     columns = (
-        TextColumn("{task.description:>15}"),
+        TextColumn(title),
         BarColumn(),
         MofNCompleteColumn(),
         TaskProgressColumn(),
@@ -165,7 +167,7 @@ def bars() -> Iterator[Bars | Lines]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", markup=False),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=on, **how) as progress:
         yield Bars(progress)
 
 

@@ -212,32 +212,13 @@ def _status(text: str) -> contextlib.AbstractContextManager[object]:
     return console.status(text) if console.is_terminal else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def _progress(first: int, last: int) -> Iterator[Progress]:
+def _progress(first: int, last: int) -> contextlib.AbstractContextManager[Progress]:
     """A bar on standard error while a chunk is translated, removed afterwards."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import Progress as RichProgress
-
-    from gshard.commands.show import Bars, screen
+    from gshard.commands.show import bars, screen
     from gshard.mt.progress import Silent
 
     console = screen(stderr=True)
     if not console.is_terminal:
-        yield Silent()
-        return
+        return contextlib.nullcontext(Silent())
     lines = f"line {first:,}" if first == last else f"lines {first:,} to {last:,}"
-    columns = (
-        TextColumn(lines),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with RichProgress(*columns, console=console, transient=True, redirect_stdout=False) as bars:
-        yield Bars(bars)
+    return bars(console, lines, transient=True, redirect_stdout=False)

@@ -51,12 +51,15 @@ class BeamConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.nbest <= self.beam:
             raise ValueError(
-                f"1 <= nbest <= beam is needed, but nbest={self.nbest}, beam={self.beam}"
+                f"the {self.nbest} best of a beam of {self.beam} cannot be given; nbest is from 1 "
+                "to beam"
             )
         if self.max_length < 1:
             raise ValueError(f"max_length is {self.max_length}; the end alone takes 1")
         if not 0 <= self.alpha <= MOST_ALPHA:  # nor is it nan
-            raise ValueError(f"alpha is {self.alpha}; it must be from 0 to {MOST_ALPHA}")
+            raise ValueError(
+                f"alpha is {self.alpha}; it must be from 0 to {MOST_ALPHA:g}, usually 0.6"
+            )
         if END in self.banned:
             raise ValueError(f"token {END} ends a sentence and cannot be banned")
 

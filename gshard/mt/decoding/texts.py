@@ -15,7 +15,7 @@ import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
 from gshard.mt.broadcast import Broadcast
-from gshard.mt.decoding.search import MOST_ALPHA, BeamConfig, Translations
+from gshard.mt.decoding.search import BeamConfig, Translations
 from gshard.mt.decoding.segment import cut, cut_sentences
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.progress import Progress, Silent
@@ -50,15 +50,6 @@ class TranslateConfig:
                 f"a beam of {self.beam:,} in batches of {self.rows:,} rows; of each, {MOST:,} is "
                 "the most"
             )
-        if not 1 <= self.nbest <= self.beam:
-            raise UserError(
-                f"the {self.nbest} best of a beam of {self.beam} cannot be given; "
-                "nbest is from 1 to beam"
-            )
-        if not 0 <= self.alpha <= MOST_ALPHA:  # nor is it nan
-            raise UserError(
-                f"alpha is {self.alpha}; it must be from 0 to {MOST_ALPHA:g}, usually 0.6"
-            )
         if self.rows < 1:
             raise UserError(f"batches of {self.rows} rows are empty; at least 1 is needed")
         if self.longest < 4 or self.most < 2 or self.shortest < 1:
@@ -66,6 +57,10 @@ class TranslateConfig:
                 f"longest is {self.longest}, most {self.most} and shortest {self.shortest} tokens; "
                 "4, 2 and 1 are the least"
             )
+        try:
+            self.search(self.longest)
+        except ValueError as error:
+            raise UserError(str(error)) from None
 
     @property
     def lengths(self) -> tuple[int, ...]:
