@@ -103,7 +103,7 @@ class SavedWeights:
 
     @staticmethod
     def of_teacher(run: Run) -> SavedWeights:
-        """Those of the teacher that a run has, whose vocabularies are its own."""
+        """The weights of a run's teacher, which has the vocabularies of the run."""
         folder = run.config.distill.teacher
         if Path(folder).resolve() == run.folder.resolve():
             raise UserError(f"distill.teacher is {folder}, the run itself; it is another run")
