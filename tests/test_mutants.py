@@ -26,6 +26,14 @@ def bounded(n):
     return n
 
 
+def adding(m):
+    """Returns a function."""
+    return lambda n: n + m
+
+
+add_two = adding(2)
+
+
 class Box:
     """With a method."""
 
@@ -59,15 +67,17 @@ def imported():
 
 def test_functions_that_are_there_are_changed_in_place(root):
     part = imported()
-    bounded, rows = part.bounded, part.Box().rows
+    bounded, rows, add_two = part.bounded, part.Box().rows, part.add_two
     functions = functions_of(root)
-    for old, new, count in [("n > LIMIT", "n >= LIMIT + 2", 1), ("n + i", "n - i", 1)]:
+    changes = [("n > LIMIT", "n >= LIMIT + 2", 1), ("n + i", "n - i", 1), ("n + m", "n - m", 2)]
+    for old, new, count in changes:
         found = swaps(mutation(old, new), root, functions)
         assert len(found) == count
         for function, code in found:
             function.__code__ = code
     assert bounded(4) == 4
     assert rows(5) == [5, 4]
+    assert add_two(5) == part.adding(2)(5) == 3  # one that was made before, and one made since
     assert "n > LIMIT" in (root / "mutated_package" / "part.py").read_text()
 
 
@@ -88,7 +98,8 @@ def test_the_blocks_that_are_executed_are_known(root):
     blocks = Blocks(root, ["mutated_package/part.py"])
     load(root, blocks.codes, blocks.hit)
     part = imported()
-    assert not blocks.hit
+    assert len(blocks.hit) == 1  # `adding`
+    blocks.hit.clear()
     part.bounded(1)
     inner = [n for n, (_, first, _) in enumerate(blocks.spans) if "return LIMIT" in _line(first)]
     assert len(inner) == 1

@@ -48,7 +48,20 @@ def swaps(
         if not live or any(f.__code__.co_freevars != new.co_freevars for f in live):
             return None
         found += [(function, new) for function in live]
+        for inner, other in _nested(old, new):  # functions that it has returned already
+            made = functions.get((str(path), inner.co_qualname), [])
+            if any(f.__code__.co_freevars != other.co_freevars for f in made):
+                return None
+            found += [(function, other) for function in made]
     return found
+
+
+def _nested(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """The functions inside of a function that differ, however deep."""
+    for before, after in zip(_inside(old), _inside(new), strict=False):
+        if _whole(before) != _whole(after):
+            yield before, after
+            yield from _nested(before, after)
 
 
 def _changed(
