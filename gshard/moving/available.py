@@ -67,6 +67,7 @@ class Mover:
         self.place = place
         self.seen = seen
         self.available = Available()
+        self.decided: dict[Any, int | None] = {}  # how values are recomputed, or None
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding.
@@ -129,50 +130,58 @@ class Mover:
         tile = tile.of(Value(var, made))
         if made.is_view and not self.views(made.operands[0]):
             self.available.viewed[made.operands[0].value] = made.inverse(tile)
-        if made.is_index:
+        if made.is_index and tile.is_blank:
             self.available.add_index(tile, made)
         return tile
 
     def _recomputed(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
-        """`tile` recomputed from resharded operands; None if moving it is cheaper."""
-        ways = self.available.made(tile) if tile.is_standard else ()
-        direct = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype)
-        known = {(tile.value, target): direct}
-        costs = [self._recompute_cost(made, target, direct, made.depth, known) for made in ways]
-        cost, made = min(zip(costs, ways, strict=True), key=lambda w: w[0], default=(inf, None))
-        # What a reshape is made of can be reshaped otherwise for another operator.
-        if made is None or cost > direct or (cost == direct and not made.is_reshape):
+        """`tile` recomputed from resharded operands, as decided on tiles without elements.
+
+        None if moving it is cheaper.
+        """
+        if tile.value is None:
             return None
-        wanted = made.operands_under(target) or []
-        operands = zip(made.operands, wanted, strict=True)
+        key = (tile.value.var, tile.sharding, target)
+        if tile.is_blank:
+            _, self.decided[key] = self.cheapest(tile, target, {})
+        if (number := self.decided.get(key)) is None:
+            return None
+        made = self.available.made(tile)[number]
+        operands = zip(made.operands, made.operands_under(target) or (), strict=True)
         moved = [self.reshard(t, s, reason).array for t, s in operands]
         if tile.is_blank:
             return Tile.blank(target, tile.shape, tile.array.dtype)
         return Tile(made.run(moved, target.local_shape(tile.shape)), target, tile.shape)
 
-    def _recompute_cost(
-        self, made: Made, target: Sharding, limit: float, depth: int, known: dict[Any, float]
-    ) -> float:
-        """The cost of recomputing a value under `target`, or any above `limit` if it is higher."""
-        wanted = made.operands_under(target)
-        if wanted is None or not depth:
-            return inf
-        total = made.work(target)
-        for tile, sharding in zip(made.operands, wanted, strict=True):
-            if total > limit:
-                break
-            total += self._cost(tile, sharding, depth - 1, known)
-        return total
+    def cheapest(
+        self, tile: Tile, target: Sharding, known: dict[Any, Any], depth: int | None = None
+    ) -> tuple[float, int | None]:
+        """The cost of `tile` under `target`, and how it is recomputed; None where it is moved.
 
-    def _cost(self, tile: Tile, target: Sharding, depth: int, known: dict[Any, float]) -> float:
-        """The cost of a value under `target`, moved or recomputed, whichever is cheaper."""
+        `known` are costs that were found before, `depth` the operators that may be recomputed.
+        """
         if tile.sharding == target or self.available.of(tile).get(target) is not None:
-            return 0.0
+            return 0.0, None
         key = (tile.value, target)
         if key not in known:
-            cost = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype)
-            known[key] = cost  # while it is recomputed from views of itself
-            for made in self.available.made(tile):
-                cost = min(cost, self._recompute_cost(made, target, cost, depth, known))
-            known[key] = cost
+            best, found = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype), None
+            known[key] = best, found  # while it is recomputed from views of itself
+            for number, made in enumerate(self.available.made(tile)):
+                left = made.depth if depth is None else depth
+                cost = self._recompute_cost(made, target, best, left, known)
+                # What a reshape is made of can be reshaped otherwise for another operator.
+                if cost < best or (found is None and cost == best and made.is_reshape):
+                    best, found = cost, number
+            known[key] = best, found
         return known[key]
+
+    def _recompute_cost(
+        self, made: Made, target: Sharding, limit: float, depth: int, known: dict[Any, Any]
+    ) -> float:
+        """The cost of recomputing a value under `target`, or any above `limit` if it is higher."""
+        wanted = made.operands_under(target) if depth else None
+        total = inf if wanted is None else made.work(target)
+        for tile, sharding in zip(made.operands, wanted or (), strict=False):
+            if total <= limit:
+                total += self.cheapest(tile, sharding, known, depth - 1)[0]
+        return total

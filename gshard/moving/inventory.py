@@ -94,10 +94,10 @@ class Collective:
     `bytes` is what one device sends in one execution; `count` how often it runs. Where data decide
     that, `count` is 1, and 0 for a fallback that balanced data do not take (rows by index, experts
     without a capacity). All branches of a conditional are counted; where the schedule of a pipeline
-    chooses one, as often as a device takes it. `source` is the user's
-    operation, `why` the reason for the collective. If several values are combined, `members` has
-    one entry each, with its own bytes, line and reason.
-    `overlapped_with` are the lines of the products that hide it, on hardware that overlaps.
+    chooses one, as often as a device takes it. `source` is the user's operation, `why` the reason
+    for the collective. If several values are combined, `members` has one entry each, with its own
+    bytes, line and reason. `overlapped_with` are the lines of the products that hide it, on
+    hardware that overlaps.
     """
 
     kind: str

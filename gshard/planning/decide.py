@@ -34,6 +34,7 @@ from gshard.rules.base.uses import (
 from gshard.rules.base.ways import FactorSplit
 from gshard.rules.indexing import held_dims, roles_of
 from gshard.rules.scatter import unreduced_start
+from gshard.tensors.manual import to_manual_p
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import HeldRows, Tile, byte_size
 
@@ -42,19 +43,18 @@ class Decider(Walk):
     """Walks over a program without elements, and decides."""
 
     choice: Choice
-    sums: dict[Any, Tile]  # of the program or body: those that stay unreduced
 
     def begin(self, jaxpr: Jaxpr, tiles: Sequence[Tile], leaving: Mapping[int, float]) -> None:
         """Find the sums that may stay unreduced."""
         shares = may_stay_unreduced(self.uses, leaving, self.found.shardings)
         self.unreduced = self.decisions.shares[jaxpr] = shares
         self.choice = Choice(self.found, self.uses, shares, self.mover, self.memory_limit)
-        self.sums, self.control = {}, self.weakly
+        self.control = self.weakly
 
     def rule(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Rule | RegionRule:
         """The rule of an equation; a region that only a trace knows has results as propagated."""
         rule = super().rule(eqn, tiles)
-        return rule if isinstance(rule, Rule) or eqn.primitive in LOOPS else _AS_PROPAGATED
+        return rule if isinstance(rule, Rule) or eqn.primitive in LOOPS else _REGION
 
     def equation(
         self, number: int, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
@@ -65,25 +65,28 @@ class Decider(Walk):
         if way := self.choice.in_place(eqn, RULES.get(eqn.primitive), shardings, targets):
             self.decisions.ways[eqn] = shardings, way  # as most are
             return self._named(eqn, tiles, way.how.blanks(eqn))
-        results = super().equation(number, eqn, tiles, targets)
-        pairs = zip(eqn.outvars, results, strict=True)
-        self.sums.update({var: tile for var, tile in pairs if tile.is_unreduced})
-        return results
+        return super().equation(number, eqn, tiles, targets)
+
+    def left(self, var: Any, tile: Tile, target: Sharding) -> Sharding:
+        """Unreduced, if it may be."""
+        if not tile.is_unreduced or var not in self.unreduced:
+            return target
+        self.decisions.sums[var] = tile
+        return tile.sharding
 
     def cheapest(
         self, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
     ) -> Way:
         """The cheapest way to run `eqn` on `tiles`; a slice may gather its operand for others."""
+        here, gathered = [t.sharding for t in tiles], None
         if eqn.primitive is p.slice_p and 0 not in eqn.outvars[0].aval.shape:
-            whole = self.choice.for_all_slices(eqn, tiles[0].sharding)
-            if whole is not tiles[0].sharding:
-                gathered = self.reshard(tiles[0], whole, Reason("operand", "slice"))
-                way = self.choice.cheapest(eqn, rule, [gathered], targets)._replace(how=whole)
-                return self._decided(eqn, tiles, way)
-        return self._decided(eqn, tiles, self.choice.cheapest(eqn, rule, tiles, targets))
-
-    def _decided(self, eqn: JaxprEqn, tiles: Sequence[Tile], way: Way) -> Way:
-        self.decisions.ways[eqn] = [t.sharding for t in tiles], way
+            gathered = self.choice.for_all_slices(eqn, here[0])
+        if gathered is None or gathered is here[0]:
+            way = self.choice.cheapest(eqn, rule, tiles, targets)
+        else:
+            operand = self.reshard(tiles[0], gathered, Reason("operand", "slice"))
+            way = self.choice.cheapest(eqn, rule, [operand], targets)._replace(how=gathered)
+        self.decisions.ways[eqn] = here, way
         return way
 
     def results(
@@ -127,15 +130,9 @@ class Decider(Walk):
         """Count a reduction."""
         self.decisions.reductions += combine_cost(here, "sum", target, aval) * self.decisions.runs
 
-    def literal(self, atom: Literal) -> Tile:
-        """A literal of the program."""
-        return self._replicated(atom.aval)
-
     def constant(self, value: Any) -> Tile:
         """A replicated constant."""
-        return self._replicated(jax.typeof(value))
-
-    def _replicated(self, aval: Any) -> Tile:
+        aval = jax.typeof(value)
         sharding = Sharding.replicated(len(aval.shape), self.place.num_devices)
         return Tile.blank(sharding, tuple(aval.shape), aval.dtype)
 
@@ -177,8 +174,8 @@ class Decider(Walk):
 
     def _tried(
         self, closed: ClosedJaxpr, leave: Mapping[int, float], carried: Mapping[Any, Sharding]
-    ) -> Decider:
-        """The decider of a body that is entered with these unreduced values."""
+    ) -> Decisions:
+        """The decisions for a body that is entered with these unreduced values."""
         trial, known = Decisions(known=self.decisions.known), self.found.shardings
         inner = Decider(self.place, self.found, self.memory_limit, self.strict, None, trial)
         tiles = [
@@ -186,7 +183,7 @@ class Decider(Walk):
             for v in closed.jaxpr.invars
         ]
         inner.run_body(closed, tiles, leave)
-        return inner
+        return trial
 
     def _carried(self, scan: Loop) -> Carried:
         """Values to which the body only adds, and those that it is linear in."""
@@ -246,16 +243,24 @@ class Decider(Walk):
         for i, here in changed.items():  # in every run, a share of an AllReduce of each
             aval = inside[i].aval
             last += 2 * byte_size(here.local_shape(aval.shape), aval.dtype) * linear[i]
-        if after.decisions.reductions + last >= before.decisions.reductions:
+        if after.reductions + last >= before.reductions:
             return known
         origins = {i: found[ends[i]].origin for i in changed}
         return Carried({**known.forms, **changed}, {**known.origins, **origins}, kept)
 
 
 def _blanks(ctx: Any, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    """Results under the shardings that propagation gave them."""
+    """Results under the shardings that propagation gave them, of operands that it moves."""
+    reason = Reason("operand", eqn.primitive.name)
+    if eqn.primitive is to_manual_p:
+        ctx.reshard(tiles[0], eqn.params["annotation"].sharding, reason)
+    elif any(t.sharding.manual for t in tiles):
+        for tile in tiles:
+            if not tile.sharding.manual:
+                devices = tile.sharding.num_devices
+                ctx.reshard(tile, Sharding.replicated(tile.sharding.rank, devices), reason)
     pairs = zip(targets, eqn.outvars, strict=True)
     return [Tile.blank(here, tuple(v.aval.shape), v.aval.dtype) for here, v in pairs]
 
 
-_AS_PROPAGATED = RegionRule(_blanks)
+_REGION = RegionRule(_blanks)

@@ -14,8 +14,8 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from gshard.graph.history import program_text
-from gshard.graph.source import reason_of, source_of
-from gshard.moving.inventory import COLLECTIVES, Collective, collectives_of
+from gshard.graph.source import source_of
+from gshard.moving.inventory import Collective, collective_note, collectives_of
 from gshard.moving.nodes import node_bytes, node_of
 from gshard.rules.base.rule import REGIONS, RULES, Rule
 
@@ -60,10 +60,7 @@ def _rule_of(operator: str) -> str:
 
 def plan_note(eqn: JaxprEqn) -> str:
     """Why an equation of a plan is there, and what it sends."""
-    node = node_of(eqn)
-    if node is not None:
-        why = f"{node.reason}{_rule_of(node.reason.operator)}"
-        return f"{source_of(eqn)}: {why}; sends {node_bytes(eqn):,} bytes"
-    if eqn.primitive in COLLECTIVES:
-        return f"{source_of(eqn)}: {reason_of(eqn)}"
-    return ""
+    if (node := node_of(eqn)) is None:
+        return collective_note(eqn)
+    why = f"{node.reason}{_rule_of(node.reason.operator)}"
+    return f"{source_of(eqn)}: {why}; sends {node_bytes(eqn):,} bytes"

@@ -15,7 +15,6 @@ from gshard._jax import without_mesh
 from gshard.graph.regions import Loop
 from gshard.graph.source import on_behalf_of
 from gshard.moving.seen import Seen
-from gshard.planning.choose import Choice
 from gshard.planning.decide import Decider
 from gshard.planning.walk import Walk
 from gshard.propagation.propagate import Propagated
@@ -67,17 +66,15 @@ class Planner(Walk):
     def cheapest(
         self, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
     ) -> Way:
-        """The way that was decided on, for operands with these shardings.
-
-        They are others after a region, or a rule of the user, that leaves results as only the trace
-        knows: then the same choice is made now.
-        """
-        shardings, way = self.decisions.ways.get(eqn, (None, None))
-        if way is None or shardings != [t.sharding for t in tiles]:
-            choice = Choice(self.found, self.uses, self.unreduced, self.mover, self.memory_limit)
-            choice.now, choice.tiles = self.uses.numbers[eqn], self.tiles
-            return choice.cheapest(eqn, rule, tiles, targets)
+        """The way that was decided on, for operands with these shardings."""
+        shardings, way = self.decisions.ways[eqn]
+        assert shardings == [t.sharding for t in tiles], eqn
         return way
+
+    def left(self, var: Any, tile: Tile, target: Sharding) -> Sharding:
+        """As decided, whatever a region or a rule of the user has left."""
+        decided = self.decisions.sums.get(var)
+        return decided.sharding if decided else target
 
     def carried(self, scan: Loop) -> Carried:
         """The values that a loop carries unreduced."""

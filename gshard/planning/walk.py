@@ -26,7 +26,7 @@ from gshard.moving.seen import Seen
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES, RegionRule, Rule, rule_of
 from gshard.rules.base.rule import Carried, Context, Elementwise, Way
-from gshard.rules.base.unreduced import can_stay, partition
+from gshard.rules.base.unreduced import can_stay, moved_to, partition
 from gshard.rules.base.uses import NOTHING, Uses
 from gshard.rules.pointwise import MARKS
 from gshard.tensors.devices import Place
@@ -38,14 +38,17 @@ from gshard.tensors.tile import Tile
 class Decisions:
     """The way of every equation on operands with shardings, and what loops carry unreduced.
 
-    `shares` are the sums that may stay unreduced in a program or body, and what they pay, `known`
-    what loops carry if results pay so much. `reductions` is the cost of all sums, where bodies run
-    `runs` times.
+    `shares` are the sums that may stay unreduced in a program or body, and what they pay, `sums`
+    those that do. `moves` are the values of a program or body that are needed under other
+    shardings: how each is recomputed there, or None where it is moved. `known` is what loops carry
+    if results pay so much, `reductions` the cost of all sums, where bodies run `runs` times.
     """
 
     ways: dict[JaxprEqn, tuple[list[Sharding], Way]] = field(default_factory=dict)
     carried: dict[JaxprEqn, Carried] = field(default_factory=dict)
     shares: dict[Jaxpr, Mapping[Any, float]] = field(default_factory=dict)
+    sums: dict[Any, Tile] = field(default_factory=dict)
+    moves: dict[Jaxpr, dict[Any, int | None]] = field(default_factory=dict)
     known: dict[Any, Carried] = field(default_factory=dict)
     reductions: float = 0.0
     runs: int = 1
@@ -118,6 +121,7 @@ class Walk(ABC):
         """
         self.uses = self.found.uses.get(jaxpr) or Uses(jaxpr)
         self.begin(jaxpr, tiles, leaving)
+        self.mover.decided = self.decisions.moves.setdefault(jaxpr, {})
         entering = zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True)
         env = self.tiles = {var: self.mover.remember(var, tile) for var, tile in entering}
 
@@ -138,13 +142,16 @@ class Walk(ABC):
         rule, context = self.rule(eqn, tiles), cast(Context, self)
         results = partition(rule, context, eqn, list(tiles), targets)
         results = self._named(eqn, tiles, results)
-        for number, (result, target) in enumerate(zip(results, targets, strict=True)):
-            if result.sharding is target and result.is_standard:
-                continue
-            if not result.is_unreduced or eqn.outvars[number] not in self.unreduced:
+        for number, (var, target) in enumerate(zip(eqn.outvars, targets, strict=True)):
+            result, wanted = results[number], self.left(var, results[number], target)
+            if result.sharding is not wanted or not result.is_standard:
                 reason = Reason("result", eqn.primitive.name)
-                results[number] = self.reshard(result, target, reason)
+                results[number] = moved_to(context, result, wanted, reason)
         return results
+
+    @abstractmethod
+    def left(self, var: Any, tile: Tile, target: Sharding) -> Sharding:
+        """The sharding under which the value of `var` is left: the target, or an unreduced one."""
 
     def rule(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Rule | RegionRule:
         """The rule of an equation."""

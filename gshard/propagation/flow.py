@@ -1,7 +1,8 @@
 """A program as propagation sees it: tensors, and the edges that relate their dims.
 
 Neighbours are tensors that share a dim through an operator, or across the border of a loop. Splits
-spread along the edges (`spread`).
+spread along the edges (`spread`), and the price of every edge under some shardings is that of the
+cheapest way to run its operator (`rules.base.ways`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
 
 from gshard.graph.regions import Loop
 from gshard.graph.source import source_of
 from gshard.moving.costs import MEMORY_LIMIT
+from gshard.moving.plan import reshard_cost
 from gshard.rules import RULES
-from gshard.rules.base.rule import equation_key, factors_of
+from gshard.rules.base.rule import Shares, equation_key, factors_of
 from gshard.rules.base.uses import NOTHING, Uses, leaving, may_stay_unreduced
+from gshard.rules.base.ways import least, operand_moves, results_cost, ways_of
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.factors import Dim, Factors
 from gshard.tensors.manual import MAKES_MANUAL, to_auto_p
@@ -67,11 +71,38 @@ class Edge:
     dims: Dims
     kind: Any = None  # equal for operators that are alike
     variables: tuple[Any, ...] = ()  # those that `dims` describes
+    named: tuple[Any, ...] = ()  # all of them
 
     def __post_init__(self) -> None:
         self.kind = self if self.kind is None else self.kind
         atoms = self.atoms[0] + self.atoms[1]
         self.variables = tuple([atoms[i] for i in self.dims.positions])
+        self.named = tuple([a for a in atoms if not isinstance(a, Literal)])
+
+
+class EdgeCost(NamedTuple):
+    """What an operator costs when it runs once."""
+
+    work: float
+    sent: float  # by itself, and for its results
+    moves: Sequence[tuple[int, Sharding, float]]  # of operands: number, target, cost
+
+
+class ProgramCost(NamedTuple):
+    """What a program costs."""
+
+    cost: float
+    sent: float  # without the work
+
+    def is_less_than(self, other: ProgramCost) -> bool:
+        """Whether it is cheaper by more than a hundredth of what is sent, or else sends less.
+
+        The work, most of which is the same, is far more: a hundredth of it hides what is sent.
+        """
+        margin = max(self.sent, other.sent) / 100
+        if abs(self.cost - other.cost) <= margin:
+            return self.sent < other.sent - margin
+        return self.cost < other.cost
 
 
 class Flow:
@@ -97,6 +128,7 @@ class Flow:
         self.dims: dict[Any, Dims] = {}  # by these keys
         self.loops: dict[Jaxpr, Loop | None] = {}  # the program, and the bodies of its loops
         self.offers: dict[Any, Any] = {}  # the splits that operators pass on (`spread`)
+        self.costs: dict[Any, EdgeCost] = {}  # by kinds of edges, and shardings
         known = -1
         while known != len(self.manual):  # what a loop begins with may turn out to be manual, too
             known, self.edges = len(self.manual), []
@@ -138,6 +170,88 @@ class Flow:
     def narrow(self) -> dict[Any, float]:
         """The parts of values that have to move for them."""
         return {var: part for uses in self.uses.values() for var, part in uses.narrow.items()}
+
+    # ------------------------------------------------------------ what shardings cost
+
+    def cost(
+        self, shardings: Mapping[Any, Sharding], edges: Sequence[Edge] | None = None
+    ) -> ProgramCost:
+        """The bytes that a device sends, and the time of its work as bytes, times trip counts.
+
+        A value that several operators need under one sharding, or transposed, is moved once, and
+        partial sums that are added are reduced once. Equal operators are priced once.
+        """
+        work, total, costs = 0.0, 0.0, self.costs
+        moved: set[tuple[Any, Sharding]] = set()
+        for edge in self.edges if edges is None else edges:
+            shares = self.shared[edge]
+            key = (edge.kind, shares, *[shardings[v] for v in edge.named])
+            cost = costs.get(key)
+            if cost is None:
+                cost = costs[key] = self._cost(edge, shares, shardings)
+            work += cost.work * edge.runs
+            spent = cost.sent
+            for i, target, sent in cost.moves:
+                value, dims = self.sources.get(var := edge.atoms[0][i], (var, None))
+                form = (value, target if dims is None else target.project(dims))
+                spent += 0.0 if form in moved else sent
+                moved.add(form)
+            total += spent * edge.runs
+        return ProgramCost(work + total, total)
+
+    @functools.cached_property
+    def shared(self) -> dict[Edge, tuple[float, tuple[float, ...]]]:
+        """The part of its sum that each edge pays, and the part of each operand that it moves."""
+        sums, narrow = self.shares, self.narrow
+        return {
+            edge: (
+                min([sums.get(v, 1.0) for v in edge.atoms[1]], default=1.0),
+                tuple(
+                    [1.0 if isinstance(a, Literal) else narrow.get(a, 1.0) for a in edge.atoms[0]]
+                ),
+            )
+            for edge in self.edges
+        }
+
+    @functools.cached_property
+    def sources(self) -> dict[Any, tuple[Any, tuple[int, ...]]]:
+        """The variables that others are transposes of, and for every dim of them the dim there."""
+        found: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        for eqn in [edge.eqn for edge in self.edges if edge.eqn is not None]:
+            var = eqn.invars[0] if eqn.primitive is p.transpose_p else None
+            if var is not None and not isinstance(var, Literal):
+                order = eqn.params["permutation"]
+                value, dims = found.get(var) or (var, range(len(order)))
+                found[eqn.outvars[0]] = value, tuple([order.index(d) for d in dims])
+        return found
+
+    def _cost(
+        self, edge: Edge, shared: tuple[float, tuple[float, ...]], known: Mapping[Any, Sharding]
+    ) -> EdgeCost:
+        shardings, targets = (
+            [
+                Sharding.replicated(len(a.aval.shape), self.num_devices)
+                if isinstance(a, Literal)
+                else known[a]
+                for a in side
+            ]
+            for side in edge.atoms
+        )
+        (of_sum, narrow), eqn = shared, edge.eqn
+        if eqn is None:  # the border of a loop
+            (outside,), (inside,), aval = shardings, targets, edge.atoms[0][0].aval
+            more = (None,) * (outside.rank - inside.rank)
+            wanted = Sharding((*more, *inside.splits), inside.num_devices)
+            cost = reshard_cost(outside, wanted, aval.shape, aval.dtype, narrow[0])
+            return EdgeCost(0.0, cost, ())
+        if not targets:
+            return EdgeCost(0.0, 0.0, ())
+        count = len(shardings)
+        shares = Shares(of_sum, (1.0,) * count, narrow, (frozenset(),) * count)
+        ways = ways_of(RULES[eqn.primitive], eqn, shardings, targets, self.memory_limit)
+        way = least(ways, eqn, shardings, targets, shares)
+        moves = [move for move in operand_moves(way, eqn, shardings, shares) if move[2]]
+        return EdgeCost(way.work, way.sent + results_cost(way, eqn, targets, shares), moves)
 
     # ------------------------------------------------------------ the program
 

@@ -8,8 +8,8 @@ decide, in this order:
 2. What it costs. Dims that are the same dim throughout the program (the batch, the model dim, all
    layers' hidden dims) form a group; where splits of several groups want the same tensors, the
    groups are ranked so that the program costs least, in bytes sent and in work, over all tensors
-   that they tie together (`estimate`). The split that ranks first spreads first, through the entire
-   program. Without such a conflict, or where it gains nothing, rules 3 to 6 alone decide. Loop
+   that they tie together (`Flow.cost`). The split that ranks first spreads first, through all of
+   the program. Without such a conflict, or where it gains nothing, rules 3 to 6 alone decide. Loop
    invariants (and what is computed elementwise from them) are gathered once, before the loop, if
    that costs less than communication in every iteration.
 3. Operators that leave elements where they are (pointwise, transpose, broadcast, reshape, the
@@ -44,11 +44,10 @@ from gshard.moving.costs import (
     cost_model,
     use_cost_model,
 )
-from gshard.propagation.estimate import Estimator
 from gshard.propagation.flow import Flow
 from gshard.propagation.spread import DimGroups, Spread
 from gshard.rules.base.uses import Uses
-from gshard.tensors.sharding import Sharding, Split, fitting_part
+from gshard.tensors.sharding import Sharding, Split
 
 _NONE = -1  # the group of dims that no annotation mentions
 _MOST = 6  # how many contested splits are ranked; more would take too long
@@ -136,11 +135,6 @@ class _SplitSearch:
     flow: Flow
 
     @functools.cached_property
-    def costs(self) -> Estimator:
-        """What splits cost."""
-        return Estimator(self.flow)
-
-    @functools.cached_property
     def dims(self) -> _DimGroups:
         """The dims that belong together."""
         return _grouped(self.flow)
@@ -153,7 +147,7 @@ class _SplitSearch:
         found = self.best(held, *others)
         if any(any(found[0].splits[var]) for var in last):
             other = self.best({**held, **last}, *others)
-            this, that = (self.costs.cost(spread.shardings) for spread, _ in (found, other))
+            this, that = (self.flow.cost(spread.shardings) for spread, _ in (found, other))
             found = other if that.is_less_than(this) else found
         return found
 
@@ -162,31 +156,35 @@ class _SplitSearch:
         spread = Spread.of(self.flow, {}, held=held)
         if not spread.blocked:
             return spread, ()
-        return _cheapest(self.flow, self.costs, self.dims.without(held), spread)
+        return _cheapest(self.flow, self.dims.without(held), spread)
 
 
-def _cheapest(flow: Flow, estimator: Estimator, dims: _DimGroups, spread: Spread) -> Settled:
-    """If splits conflict: the best of the flow by rules 3 to 6 alone and of ranked ones."""
+def _cheapest(flow: Flow, dims: _DimGroups, spread: Spread) -> Settled:
+    """If splits conflict: the best of the flow by rules 3 to 6 alone and of ranked ones.
+
+    Each of the contested splits spreads first once; then they are ranked by what that costs.
+    """
     contested = _contested(spread, dims)
     if len(contested) < 2:
         return spread, ()
-    rankings, costs = _rankings(flow, estimator, dims, contested)
-    best, least = spread, estimator.cost(spread.shardings)
-    order: list[Candidate] = []
-    tried: list[list[Candidate]] = []
-    estimated = dict(costs)
-    for ranking in rankings:
+    best, least, order = spread, flow.cost(spread.shardings), list[Candidate]()
+    costs: dict[Candidate, float] = {}
+
+    def try_out(ranking: list[Candidate]) -> float:
+        nonlocal best, least, order
         ranked = Spread.of(flow, dims.of, ranking, spread.held)
-        total = estimator.cost(ranked.shardings)
-        costs[ranking[0]] = total.cost
-        tried.append(ranking)
+        total = flow.cost(ranked.shardings)
         if total.is_less_than(least) if not order else total.cost < least.cost:
-            best, order, least = ranked, ranking, total
-        off = (abs(costs[c] - estimated[c]) > estimated[c] / 100 for c, *_ in tried)
-        if len(tried) == 2 and not any(off):
-            break
+            best, least, order = ranked, total, ranking
+        return total.cost
+
+    for first in contested:
+        costs[first] = try_out([first, *(c for c in contested if c is not first)])
+    ranking = sorted(contested, key=costs.__getitem__)
+    if ranking[1:] != [c for c in contested if c is not ranking[0]]:
+        costs[ranking[0]] = min(costs[ranking[0]], try_out(ranking))
     # Without a ranking that is cheaper, the flow may have found one of them by itself.
-    order = order or next((r for r in tried if costs[r[0]] == least.cost), [])
+    order = order or (ranking if costs[ranking[0]] == least.cost else [])
     if not order:
         return best, ()
     kept, *others = order
@@ -325,57 +323,3 @@ def _contested(spread: Spread, dims: _DimGroups) -> list[Candidate]:
         groups |= dict.fromkeys(group for group, split in had if split)
     found = [c for c in dims.candidates if c[0] in groups]
     return found[:_MOST]
-
-
-def _rankings(
-    flow: Flow, estimator: Estimator, dims: _DimGroups, contested: Sequence[Candidate]
-) -> tuple[Iterator[list[Candidate]], dict[Candidate, float]]:
-    """The best orders of the contested splits, found greedily, with estimated costs.
-
-    Costs are estimated with every split spread to all dims of its group; the flow itself may not
-    reach all of them, so it is run for the two best choices of the first split, and for a third one
-    where it costs something else than was estimated.
-    """
-    rest = [c for c in dims.candidates if c not in contested]
-    numbers: dict[Any, int] = {}
-    examples: list[Any] = []  # a variable of every class of variables with the same groups
-    classes: dict[Any, int] = {}
-    for var, groups in dims.of.items():
-        closed = flow.closed.get(var)
-        fixed = (flow.given[var], frozenset(closed)) if closed else None
-        number = classes[var] = numbers.setdefault(
-            (groups, fixed, var in flow.manual), len(numbers)
-        )
-        if number == len(examples):
-            examples.append(var)
-    operators = estimator.alike(classes)
-    needed = {v: classes[v] for each in operators for v in each.variables}
-
-    def cost(order: Sequence[Candidate]) -> float:
-        flooded = [_flooded(flow, dims.of, var, order) for var in examples]
-        return estimator.cost({v: flooded[number] for v, number in needed.items()}, operators).cost
-
-    def ranked(order: list[Candidate]) -> dict[Candidate, float]:
-        """The candidates that may follow `order`, the best first, with costs."""
-        left = [c for c in contested if c not in order]
-        costs = {c: cost([*order, c, *(o for o in left if o is not c), *rest]) for c in left}
-        return dict(sorted(costs.items(), key=lambda item: item[1]))
-
-    def ranking(first: Candidate) -> list[Candidate]:
-        order = [first]
-        while len(order) < len(contested):
-            order.append(next(iter(ranked(order))))
-        return order
-
-    costs = ranked([])
-    return map(ranking, list(costs)[:3]), costs
-
-
-def _flooded(flow: Flow, groups: DimGroups, atom: Any, order: Sequence[Candidate]) -> Sharding:
-    """A tensor's sharding if splits, in order, reached all dims of their groups."""
-    splits = list(flow.given[atom])
-    for group, split in order:
-        for dim, own in enumerate(groups[atom]):
-            if own == group and splits[dim] is None and dim not in flow.closed.get(atom, ()):
-                splits[dim] = fitting_part((*splits[:dim], *splits[dim + 1 :]), split)
-    return Sharding(tuple(splits), flow.num_devices, atom in flow.manual)

@@ -19,7 +19,7 @@ from gshard._jax import private_primitives
 from gshard.graph.reason import Reason
 from gshard.graph.regions import Loop
 from gshard.rules.base.rule import Context, Doc, Rule, region, register
-from gshard.rules.base.unreduced import as_unreduced
+from gshard.rules.base.unreduced import moved_to
 from gshard.tensors.factors import no_factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, byte_size
@@ -65,7 +65,8 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     ]
     carry, found = ready[scan.consts : first_xs], ctx.carried(scan)
     for i, here in found.forms.items():
-        carry[i] = _unreduced_start(ctx, carry[i], here, found.origins[i])
+        start = moved_to(ctx, carry[i], here, Reason("operand", "scan"))
+        carry[i] = replace(start, origin=found.origins[i])
     loop = _TiledScan(closed, ready[: scan.consts], carry, ready[first_xs:], found.sums)
     made: list[Tile] = []
 
@@ -75,7 +76,7 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         inner = ctx.inner()
         results = loop.run_once(inner, carried, slices)
         after = [
-            _carried_on(inner, r, c.sharding)
+            moved_to(inner, r, c.sharding, Reason("carried value", "scan"))
             for r, c in zip(results[:n_carry], loop.carry, strict=True)
         ]
         made[:] = [
@@ -107,26 +108,6 @@ def _summed_if_large(ctx: Context, tile: Tile, var: Any, length: int) -> Tile:
     if length * tile.nbytes <= max(ctx.memory_limit, length * least):
         return tile
     return ctx.reshard(tile, ctx.sharding(var), Reason("result", "scan"))
-
-
-def _carried_on(ctx: Context, tile: Tile, wanted: Sharding) -> Tile:
-    """A carried value after a run of the body, under the sharding that it has before."""
-    if tile.sharding is wanted and tile.is_standard:
-        return tile
-    moved = ctx.reshard(tile, wanted.reduced, Reason("carried value", "scan"))
-    kept = as_unreduced(ctx.place, moved, wanted) if wanted.unreduced else moved
-    assert kept is not None
-    return kept
-
-
-def _unreduced_start(ctx: Context, carried: Tile, wanted: Sharding, origin: str) -> Tile:
-    """A carried value before the loop, unreduced as a value of the body is."""
-    start = as_unreduced(ctx.place, carried, wanted)
-    if start is None:
-        moved = ctx.reshard(carried, wanted.reduced, Reason("operand", "scan"))
-        start = as_unreduced(ctx.place, moved, wanted)
-    assert start is not None
-    return replace(start, origin=origin)
 
 
 def _stacked(sharding: Sharding) -> Sharding:

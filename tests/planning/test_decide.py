@@ -1,4 +1,4 @@
-"""Ways are decided before the trace: as they would be chosen on the tiles that are traced."""
+"""Ways and moves are decided before the trace: as they would be on the tiles that are traced."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ from jax.extend.core import primitives as p
 
 import gshard
 from benchmarks.census import random_program
+from gshard.moving.available import Mover
 from gshard.moving.partial import combine
 from gshard.planning import planner
 from gshard.planning.choose import Choice
@@ -18,8 +19,8 @@ from tests.planning.test_foresee import in_two_loops, recursion, through_layers
 
 
 def assert_decided_as_chosen(monkeypatch, lower):
-    """The way of every equation is the one that a choice on its traced operands comes to."""
-    cheapest, seen = planner.Planner.cheapest, []
+    """Ways and moves are those that choices on traced operands come to."""
+    cheapest, recomputed, seen = planner.Planner.cheapest, Mover._recomputed, []
 
     def both(self, eqn, rule, tiles, targets):
         way = cheapest(self, eqn, rule, tiles, targets)
@@ -30,11 +31,14 @@ def assert_decided_as_chosen(monkeypatch, lower):
             seen.append(eqn)
         return way
 
-    def refuse(*_):
-        raise AssertionError("a choice while the program is traced")
+    def move(self, tile, target, reason):
+        if tile.value and not tile.is_blank:
+            key = (tile.value.var, tile.sharding, target)
+            assert self.decided[key] == self.cheapest(tile, target, {})[1]
+        return recomputed(self, tile, target, reason)
 
     monkeypatch.setattr(planner.Planner, "cheapest", both)
-    monkeypatch.setattr(planner, "Choice", refuse)
+    monkeypatch.setattr(Mover, "_recomputed", move)
     lower()
     assert seen
 
@@ -75,7 +79,7 @@ def test_nothing_is_traced_while_ways_are_decided(monkeypatch):
 
 
 def test_results_that_only_the_trace_knows(monkeypatch):
-    """A rule that reduces a sum which may wait: what reads it is chosen while it is traced."""
+    """A rule that reduces a sum which waits, as decided: it is made unreduced for its readers."""
     rule, made = RULES[p.dot_general_p], []
 
     def run(ctx, eqn, way, tiles, targets):

@@ -26,8 +26,7 @@ from gshard.graph.regions import bodies, walk
 from gshard.graph.source import source_of
 from gshard.moving.costs import sent_bytes, timed
 from gshard.moving.plan import reshard_cost
-from gshard.propagation.estimate import Estimator, Operator
-from gshard.propagation.flow import Flow
+from gshard.propagation.flow import Edge, Flow
 from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import RULES, equation_key
 from gshard.tensors.annotate import Annotation, annotate_p
@@ -272,8 +271,8 @@ class _Price:
     def __init__(self, jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], memory_limit: int):
         self.shardings = shardings
         self.num_devices = next(iter(shardings.values())).num_devices
-        self.estimator = Estimator(Flow(jaxpr, self.num_devices, memory_limit))
-        self.operators = {o.edge.eqn: o for o in self.estimator.operators}
+        self.flow = Flow(jaxpr, self.num_devices, memory_limit)
+        self.edges = {edge.eqn: edge for edge in self.flow.edges}
         self.known: dict[Any, float] = {}  # work of equations, and costs of sets of them
 
     def best(self, batch: _EqualParts) -> tuple[_EqualParts, float]:
@@ -313,22 +312,22 @@ class _Price:
     def _cost(self, eqns: frozenset[JaxprEqn]) -> float:
         """The cost of equations as they are."""
         if eqns not in self.known:
-            self.known[eqns] = self.estimator.cost(self.shardings, self._inside(eqns)).cost
+            self.known[eqns] = self.flow.cost(self.shardings, self._inside(eqns)).cost
         return self.known[eqns]
 
-    def _work(self, operator: Operator) -> float:
+    def _work(self, edge: Edge) -> float:
         """The work of an operator on one device."""
-        eqn, count = operator.edge.eqn, self.num_devices
+        eqn, count = edge.eqn, self.num_devices
         if eqn not in self.known:
-            whole = {v: Sharding.replicated(len(v.aval.shape), count) for v in operator.variables}
-            cost = self.estimator.cost(whole, [operator])
+            whole = {v: Sharding.replicated(len(v.aval.shape), count) for v in edge.named}
+            cost = self.flow.cost(whole, [edge])
             self.known[eqn] = cost.cost - cost.sent
         return self.known[eqn]
 
-    def _inside(self, eqns: Iterable[JaxprEqn]) -> list[Operator]:
+    def _inside(self, eqns: Iterable[JaxprEqn]) -> list[Edge]:
         """The operators of equations, and of the bodies in them."""
         found = []
         for eqn in eqns:
             inner = [i for b in bodies(eqn) for i in walk(b)] if eqn.primitive in LOOPS else ()
-            found += [self.operators[e] for e in (eqn, *inner) if e in self.operators]
+            found += [self.edges[e] for e in (eqn, *inner) if e in self.edges]
         return found

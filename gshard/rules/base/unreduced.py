@@ -311,6 +311,18 @@ def owners_of(here: Sharding, unreduced: Sharding) -> np.ndarray | None:
     return None if (group < 0).any() or len(parts) != needed else owners
 
 
+def moved_to(ctx: Context, tile: Tile, wanted: Sharding, reason: Reason) -> Tile:
+    """`tile` under a sharding that may be unreduced."""
+    if tile.sharding is wanted and (tile.is_unreduced or tile.is_standard):
+        return tile
+    if not wanted.unreduced:
+        return ctx.reshard(tile, wanted, reason)
+    kept = None if tile.is_unreduced else as_unreduced(ctx.place, tile, wanted)
+    kept = kept or as_unreduced(ctx.place, ctx.reshard(tile, wanted.reduced, reason), wanted)
+    assert kept is not None
+    return kept
+
+
 def as_unreduced(place: Place, tile: Tile, sharding: Sharding) -> Tile | None:
     """A value under a sharding that is unreduced, without communication.
 

@@ -4,7 +4,7 @@ A `Way` says under which shardings an operator takes its operands, which it give
 what it costs by itself: the local work, and the bytes that it sends inside (a halo, a columnsort).
 Most operators are described by factors: every split of those is a way (`by_factors`). Other rules
 list their own (`Rule.ways`). The planner (`choose`) and the ranking of conflicting splits
-(`propagation.estimate`) read these ways, and `price` is the one place where they are priced: what
+(`propagation.flow`) read these ways, and `price` is the one place where they are priced: what
 is sent to reshard operands, to combine partial results and to reshard results as wanted is added to
 the way's own cost (section 3.3.2, "Einsum Case Study"). Automatic annotation
 (`autosharding.cost`) adds what the cheapest of a rule's own ways sends to its strategies.
