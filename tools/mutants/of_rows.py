@@ -206,6 +206,21 @@ def _stencil(x: Any, z: Any) -> Any:
     return jax.grad(loss)(x * 2) + 1  # here
 
 
+@wide(array(13, 2), array(13, 2))
+def _padded_sum(x: Any, z: Any) -> Any:
+    x, z = split(x * 2, 0, 8), split(z * 2, 0, 8)
+    q = jnp.pad(x, ((2, 0), (0, 0))) - jnp.pad(x, ((0, 2), (0, 0))) - jnp.pad(z, ((1, 1), (0, 0)))
+    y = q[2:] + q[:-2] * 3  # here
+    return y + 1
+
+
+@given(*(array(8, 24) for _ in range(5)))
+def _stacked_behind(*xs: Any) -> Any:
+    y = split(jnp.stack([split(x * n, 1, 8) for n, x in enumerate(xs, 1)], 1), 1, 8)  # here
+    y = split(jnp.tanh(y), 1, 8)
+    return [split(y[:, n], 1, 8) * 2 for n in range(5)]  # here
+
+
 @wide(array(29, 2))
 def _diffused(x: Any) -> Any:
     x = split(x * 2, 0, 8)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard import shard, split
+from gshard import replicate, shard, split
 from tools.mutants.programs import array, given, wide
 
 
@@ -150,7 +150,7 @@ def _of_few(x: Any) -> Any:
 @wide(array(32, 2) - 9)
 def _wide_window(x: Any) -> Any:
     x = split(x * 2, 0, 8)
-    y = lax.reduce_window(x, -jnp.inf, lax.max, (35, 1), (1, 1), [(3, 4), (0, 0)])  # here
+    y = lax.reduce_window(x, 0.0, lax.add, (35, 1), (1, 1), [(3, 4), (0, 0)])  # here
     return y + 1
 
 
@@ -188,5 +188,5 @@ def _upsampled_and_joined(x: Any, z: Any) -> Any:
 @given(array(16, 64), array(64, 32), array(32, 64), array(16, 64))
 def _kept_sum(x: Any, a: Any, b: Any, bias: Any) -> Any:
     a, b = split(a, 1, 8), split(b, 0, 8)
-    y = jnp.tanh(x @ a) @ b + split(bias * 2, 0, 8)  # here
+    y = jnp.tanh(x @ a) @ b + split(bias * 2, 0, 8) - replicate(bias * 3)  # here
     return jnp.tanh(y.sum(0))
