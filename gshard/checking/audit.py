@@ -7,26 +7,37 @@ program, their tiles are compared with it. The user's program runs as far as is 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from gshard.checking.compare import Gap, adopted, gap_between
+from gshard._jax import prng_impl
 from gshard.checking.exact.meanings import written_out
-from gshard.checking.exact.number import EXACT_SUM, UNKNOWN, Exact, Value, constant
+from gshard.checking.exact.number import (
+    EXACT_SUM,
+    UNKNOWN,
+    Exact,
+    Value,
+    constant,
+    drawn,
+    is_float,
+)
 from gshard.checking.exact.operators import local
 from gshard.checking.exact.pointwise import Ties
-from gshard.checking.lockstep import Event, Lockstep, Numbers, Path, runs_of
-from gshard.checking.replaying.emitted import Emitted
+from gshard.checking.lockstep import Emitted, Event, Lockstep, Numbers, Path, runs_of
 from gshard.checking.report import Difference, Report
-from gshard.checking.tiles import Tiling, logical
+from gshard.checking.tiles import Gap, Tiling, adopted, gap_between, logical
 from gshard.graph.regions import at_every_level, bodies, loop_bodies
 from gshard.graph.source import source_of
 from gshard.moving.seen import Held
+from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
 
 EXACT = Numbers(constant, local, written_out)
@@ -276,6 +287,44 @@ def _depths(jaxpr: Jaxpr, depth: int) -> dict[Any, int]:
 DRAWS = 3  # points, at most, where decisions by floats are too near a tie
 
 Points = Iterator[Sequence[Value]]  # the arguments of a program at random points
+
+
+def at_values(emitted: Emitted, arguments: Sequence[Any]) -> Iterator[list[Value]]:
+    """The user's arguments, with random elements of the field."""
+    for seed in itertools.count():
+        rng = np.random.default_rng(seed)
+        values = map(logical, (*emitted.consts, *arguments))
+        yield [drawn(x, rng) for x in values]
+
+
+def at_random(emitted: Emitted, given: Sequence[Any] = ()) -> Iterator[list[Value]]:
+    """Random numbers of the arguments' types; constants that the function closes over stay.
+
+    Integers are taken from what is `given`, where that has arrays of their shapes.
+    """
+    variables = emitted.unpartitioned.jaxpr.invars
+    for seed in itertools.count():
+        rng = np.random.default_rng(seed)
+        own = [drawn(x, rng) for x in map(logical, emitted.consts)]
+        arguments = itertools.zip_longest(variables[len(own) :], given)
+        yield own + [_random(v.aval, x, rng) for v, x in arguments]
+
+
+def _random(aval: Any, given: Any, rng: np.random.Generator) -> Value:
+    if is_float(aval.dtype):
+        f = rng.normal(size=aval.shape)
+        paired = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        return drawn(f + 1j * rng.normal(size=aval.shape) if paired else f, rng)
+    if hasattr(given, "__array__") and given.shape == aval.shape:
+        return constant(logical(given))
+    if is_key_type(aval.dtype):
+        key = jax.random.key(rng.integers(2**31), impl=prng_impl(aval.dtype).name)
+        return constant(jax.random.split(key, aval.shape) if aval.shape else key)
+    if np.dtype(aval.dtype).kind == "b":
+        return rng.integers(0, 2, (1, *aval.shape)).astype(bool)
+    # Rows that are looked up should exist; a scalar may be where a slice begins.
+    most = 4 if aval.shape else 2 ** rng.integers(8)
+    return constant(rng.integers(0, most, aval.shape).astype(aval.dtype))
 
 
 @np.errstate(all="ignore")  # infinities and NaNs of the program are values like others

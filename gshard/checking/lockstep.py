@@ -1,4 +1,4 @@
-"""The interpreter: what all devices run, one equation at a time.
+"""An emitted program, and the interpreter: what all devices run, one equation at a time.
 
 What a constant is, and what operators do, is up to its `Numbers`: floats as devices have them
 (`on_host`), or exact numbers (`exact`). Calls, loops and branches are entered. Every value has a
@@ -19,11 +19,57 @@ from jax.extend.core import primitives as p
 from gshard.checking.collectives import RUN_TOGETHER, groups_of, run_collective, run_manual
 from gshard.checking.exact.number import Value, alike, at, chosen, floats, joined, plain
 from gshard.checking.on_host import OnHost
+from gshard.checking.tiles import Tiling
 from gshard.graph.regions import LOOPS, called, counts_of
 from gshard.graph.source import source_of
+from gshard.moving.seen import Held
 from gshard.tensors.manual import MANUAL
+from gshard.tensors.sharding import Sharding
 
 Path = tuple[tuple[JaxprEqn, int], ...]  # the loops and branches around, with the number of each
+
+
+Crossing = tuple[Sharding, tuple[int, ...]]  # the sharding and the logical shape of an array
+
+
+@dataclass(frozen=True, eq=False)
+class Emitted:
+    """What each device of a mesh with axes of these `sizes` runs.
+
+    `flat` is the user's program, before anything was rewritten; `consts` are the values that the
+    user's function closes over, which cross the border before its arguments do.
+    """
+
+    name: str
+    body: ClosedJaxpr
+    sizes: Mapping[str, int]
+    into: Sequence[Crossing]
+    out_of: Sequence[Crossing]
+    consts: Sequence[Any]
+    held: Mapping[Any, Sequence[Held]]  # what the variables of the program hold of the user's
+    flat: ClosedJaxpr
+
+    @property
+    def count(self) -> int:
+        """How many devices there are."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def unpartitioned(self) -> ClosedJaxpr:
+        """The user's program, of everything that enters: constants are its first arguments."""
+        jaxpr = self.flat.jaxpr
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        return ClosedJaxpr(jaxpr.replace(constvars=[], invars=variables), [])
+
+    def entering(self, values: Sequence[Value]) -> list[Value]:
+        """The tiles of all devices of everything that enters."""
+        pairs = zip(values, self.into, strict=True)
+        return [Tiling(*crossing).cut(value) for value, crossing in pairs]
+
+    def leaving(self, results: Sequence[Value]) -> list[Any]:
+        """The logical results."""
+        pairs = zip(results, self.out_of, strict=True)
+        return [plain(Tiling(*crossing).assembled(tiles))[0] for tiles, crossing in pairs]
 
 
 def runs_of(path: Path) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from gshard import _jax, recording
 from gshard.capture.stage import Captured
-from gshard.checking.replaying.emitted import Emitted
+from gshard.checking.lockstep import Emitted
 from gshard.explanation import Subject
 from gshard.graph import map_bodies
 from gshard.graph.evaluate import bind, evaluate

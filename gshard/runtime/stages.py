@@ -18,8 +18,7 @@ from jax.extend.core import Jaxpr
 
 from gshard import _jax
 from gshard.capture.calls import Trees
-from gshard.checking.audit import check_program, check_results
-from gshard.checking.points import at_random, at_values
+from gshard.checking.audit import at_random, at_values, check_program, check_results
 from gshard.checking.replaying.replay import Replay, Until
 from gshard.checking.report import Report
 from gshard.checking.smaller import Resized, reduced, tiles_by_size
