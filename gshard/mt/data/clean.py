@@ -8,6 +8,7 @@ expensive, and the first that fails names the reason.
 
 from __future__ import annotations
 
+import functools
 import html
 import re
 import unicodedata
@@ -235,23 +236,16 @@ def reason_to_drop(language: str, english: str, text: str) -> str | None:
     """The reason why a normalised pair is no translation worth learning, or None."""
     if not english or not text:
         return "empty"
-    words = english.split()
-    if max(len(english), len(text)) > MAX_CHARACTERS or len(words) > MAX_WORDS:
+    if max(len(english), len(text)) > MAX_CHARACTERS or len(english.split()) > MAX_WORDS:
         return "too long"
     if english.casefold() == text.casefold():
         return "untranslated"
-    if _IDENTIFIER.fullmatch(english):
-        return "identifier"
-    if _CREDITS.search(english):
-        return "credits or header"
-    bare_english, bare_text = _bare(english), _bare(text)
-    if reason := _bad_english(english, bare_english, words):
-        return reason
-    if reason := _bad_text(language, english, text, bare_text):
+    bare_text = _bare(text)
+    if reason := _bad_english(english) or _bad_text(language, english, text, bare_text):
         return reason
     if placeholders(english) != placeholders(text):
         return "placeholders differ"
-    return "English left" if _english_left(language, bare_english, bare_text) else None
+    return "English left" if _english_left(language, english, bare_text) else None
 
 
 def _bare(text: str) -> str:
@@ -261,7 +255,13 @@ def _bare(text: str) -> str:
     return _URL.sub("", text) if "://" in text or "www." in text else text
 
 
-def _bad_english(english: str, bare: str, words: list[str]) -> str | None:
+@functools.lru_cache(1 << 16)  # a package has the same English in all of its languages
+def _bad_english(english: str) -> str | None:
+    if _IDENTIFIER.fullmatch(english):
+        return "identifier"
+    if _CREDITS.search(english):
+        return "credits or header"
+    bare, words = _bare(english), english.split()
     ascii_letters, letters = len(_ASCII_LETTER.findall(bare)), count_letters(bare)
     if ascii_letters < 2 or not re.search(r"[A-Za-z]{2}", bare):
         return "no words"
@@ -293,7 +293,7 @@ def _english_left(language: str, english: str, bare: str) -> bool:
     mine = [word.lower() for word in _WORD.findall(bare)]
     if len(mine) < 3 or language == "sco":  # Scots shares most of its words with English
         return False
-    theirs = {word.lower() for word in _WORD.findall(english)}
+    theirs = {word.lower() for word in _WORD.findall(_bare(english))}
     if sum(word in theirs for word in mine) >= 0.75 * len(mine):
         return True
     return len(mine) >= 5 and sum(

@@ -152,10 +152,11 @@ def _rows(job: CleaningJob, dropped: Counter[str], report: readers.Report) -> It
     assert job.packages is not None
     there = [p for p in job.unit.packages if fetch.fetched(p, job.packages)]
     files = Files({package.name: job.packages / package.id for package in there})
+    origin_of = functools.cache(functools.partial(_origin, job.unit, job.far_share))
     once: set[tuple[str, str, str]] = set()  # catalogs repeat each other within a package
     for reading in job.unit.source.read:
         for raw in readers.read(files, reading, report, job.languages):
-            origin, split = _origin(job.unit, raw.document, job.far_share)
+            origin, split = origin_of(raw.document)
             for english, text in clean(raw, dropped):
                 if (row := (raw.language, text, english)) not in once:
                     once.add(row)
@@ -164,8 +165,7 @@ def _rows(job: CleaningJob, dropped: Counter[str], report: readers.Report) -> It
                     dropped["duplicate"] += 1
 
 
-@functools.lru_cache(maxsize=10_000)
-def _origin(unit: Unit, document: str, far_share: float) -> tuple[str, str]:
+def _origin(unit: Unit, far_share: float, document: str) -> tuple[str, str]:
     """Where a pair is from, and "far" if its document is held out, in all languages at once.
 
     Catalogs are held out by the package, other formats by the file, whose path is then a part of

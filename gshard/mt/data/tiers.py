@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -177,29 +177,41 @@ def parse(text: str, name: str, inside: tuple[str, ...] = ()) -> Tier:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"tier {name}: {error}") from None
     settings = {field.name for field in fields(Tier)} - {"name", "sources"}
-    _check(data, {"extends", "source", *settings}, f"tier {name}")
+    _check(data, {"extends", "only", "source", *settings}, f"tier {name}")
     try:
         sources = [_source(entry, name) for entry in data.pop("source", [])]
     except (TypeError, AttributeError) as error:
         raise UserError(f"tier {name}: a source has a value of a wrong type: {error}") from None
-    data |= {key: _setting(key, data[key], name) for key in data.keys() & settings}
+    data |= {key: _setting(key, data[key], name) for key in data.keys() & {"only", *settings}}
     if parent := data.pop("extends", ""):
         # The parent's sources come first: gathering the larger tier keeps what the smaller kept.
         base = load(str(parent), inside)
         sources = [*base.sources, *sources]
         data = {key: getattr(base, key) for key in settings} | data
+    if only := data.pop("only", ()):
+        sources = _chosen(sources, set(only), name)
     return Tier(name, tuple(sources), **data)
+
+
+def _chosen(sources: list[Source], only: set[str], tier: str) -> list[Source]:
+    """Sources with the packages that are in `only`, by their own or by their source's name."""
+    known = {name for each in sources for name in (each.name, *(p.name for p in each.packages))}
+    for name in sorted(only - known):
+        raise UserError(f"tier {tier}: only: no package {name!r}{nearest(name, known)}")
+    names = [tuple(p for p in each.packages if {each.name, p.name} & only) for each in sources]
+    pairs = zip(sources, names, strict=True)
+    return [replace(source, packages=packages) for source, packages in pairs if packages]
 
 
 def _setting(key: str, value: Any, tier: str) -> Any:
     """A setting of a tier, if it is of the right type."""
     values = value if isinstance(value, list) else [value]
     kinds, wanted = {int, float}, "a number"
-    if key == "languages":
+    if key in ("languages", "only"):
         kinds, wanted = {str}, "a list of names"
     elif key == "sample":
         wanted = "a list of two numbers"
-    counts = {"languages": len(values), "sample": 2}
+    counts = {"languages": len(values), "only": len(values), "sample": 2}
     is_list = isinstance(value, list) == (key in counts)
     if not is_list or len(values) != counts.get(key, 1) or not {*map(type, values)} <= kinds:
         raise UserError(f"tier {tier}: {key} is {value!r}, and not {wanted}")

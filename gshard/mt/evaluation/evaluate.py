@@ -8,7 +8,6 @@ text; fresh weights show that the test can fail.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import time
@@ -24,7 +23,6 @@ from gshard.mt.errors import UserError
 from gshard.mt.evaluation import copier
 from gshard.mt.evaluation.scores import (
     FEW,
-    Scores,
     averages,
     by_test,
     resource_groups,
@@ -175,7 +173,6 @@ def task_scores(
     target = held.task.target
     texts = [s.text for s in found]
     scores = score(texts, held.references, target)
-    copied = _copied(held)
     measured: dict[str, Any] = {
         "language": held.task.foreign,
         "target": target,
@@ -185,14 +182,12 @@ def task_scores(
         "chrf": scores.chrf,
         "bleu_signature": scores.bleu_signature,
         "chrf_signature": scores.chrf_signature,
-        "copy_bleu": copied.bleu,
-        "copy_chrf": copied.chrf,
     }
     if scores.spbleu is not None:
         measured |= {"spbleu": scores.spbleu, "spbleu_signature": scores.spbleu_signature}
     if len(held) < FEW:
         measured["few"] = True
-    measured |= _scored(held, others, range(len(held)))
+    measured |= _scored(held, {"copy": held.sources, **others}, range(len(held)))
     places: dict[str, list[int]] = {}
     for place, test in enumerate(held.tests):
         places.setdefault(test, []).append(place)
@@ -219,12 +214,6 @@ def _scored(
         prefix = f"{name}_" if name else ""
         found |= {f"{prefix}bleu": scores.bleu, f"{prefix}chrf": scores.chrf}
     return found
-
-
-@functools.lru_cache(maxsize=256)
-def _copied(held: HeldOut) -> Scores:
-    """The scores of copying the source, the same for all systems that are measured in a row."""
-    return score(held.sources, held.references, held.task.target)
 
 
 def signatures(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

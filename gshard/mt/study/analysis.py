@@ -1,11 +1,9 @@
 """Whether one system is better than another: a paired bootstrap.
 
- A figure over a hundred
-languages is a sample twice: of languages, and of English sentences. So both are drawn again, with
-replacement, the same ones for both systems (Koehn 2004, with a level above). An English sentence is
-drawn once for all languages that have a translation of it: its rows are not independent, and as if
-they were, intervals would be too narrow (a cluster bootstrap). The statistic is the mean over the
-drawn languages of the difference of their corpus scores.
+A figure over a hundred languages is a sample twice: of languages, and of English sentences. Both
+are drawn again, with replacement, the same for both systems (Koehn 2004, with a level above). An
+English sentence is drawn once for all languages that have it: their rows are not independent (a
+cluster bootstrap). The statistic is the mean over the languages of the difference of their scores.
 """
 
 from __future__ import annotations
