@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 PROGRESS = logging.getLogger("gshard.auto")  # a line for each phase as it begins
 
-# Where work is counted: the seconds of processor time and of wall time that may pass for each
-# second that was given; and seconds of processor time in any case, to end anything small.
+# Where work is counted: the seconds of processor time that may pass for each second that was given,
+# and of wall time for each of these; and seconds of processor time to end anything small.
 _PROCESSOR, _WALL, _LEAST_PROCESSOR = 1.2, 10.0, 10.0
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -47,8 +47,8 @@ class Clock:
         self.whole: Clock = self if whole is None else whole.whole
         if whole is None:
             self.counted, self.done = counted, 0.0
-            self.wall = time.monotonic() + (_WALL * seconds if counted else seconds)
             processor = max(_PROCESSOR * seconds, _LEAST_PROCESSOR)
+            self.wall = time.monotonic() + (_WALL * processor if counted else seconds)
             self.processor = time.process_time() + (processor if counted else math.inf)
         self.end = self._now() + seconds
 
@@ -152,9 +152,9 @@ class MeasuredWork(NamedTuple):
     sweep_pair: float = 1e-8  # and for each pair of strategies
     draw: float = 5e-3  # an answer that is drawn
     pass_edge: float = 2e-5  # an edge of the nodes that a pass optimizes
-    program_entry: float = 5e-7  # an entry of the matrix of a linear program
+    program_entry: float = 1e-6  # an entry of the matrix of a linear program
     iteration: float = 5e-5  # an iteration of the simplex method
-    iteration_entry: float = 1.5e-9  # and each entry of the matrix
+    iteration_entry: float = 1e-9  # and each entry of the matrix
 
 
 WORK = MeasuredWork()

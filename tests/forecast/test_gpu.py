@@ -71,3 +71,26 @@ def test_a_sum_over_a_single_row_is_fused_with_its_consumers():
         return jnp.exp(x) * jnp.sum(jnp.sum(x, -1, keepdims=True), 1, keepdims=True)
 
     assert [b for *_, b in operators(fn, (64, 1, 128))] == [2 * ROWS]
+
+
+def test_a_residual_is_stored_where_its_readers_would_read_all_terms_again():
+    """The bytes of a network are linear in its depth; a sum that two kernels read is not stored."""
+
+    def chain(layers):
+        def fn(x, w):
+            for _ in range(layers):
+                x = x + jax.nn.softmax(x) @ w
+            return x
+
+        return sum(b for *_, b in operators(fn, (64, 128), (128, 128)))
+
+    assert chain(32) - chain(16) == 2 * (chain(16) - chain(8))
+
+    def kernels(count):
+        def fn(x, y):
+            both = x + y
+            return [jnp.sum(both * (n + 1), axis=0) for n in range(count)]
+
+        return sum(b > ROWS for *_, b in operators(fn, (64, 128), (64, 128)))
+
+    assert [kernels(n) for n in (2, 3, 4, 5)] == [2, 3, 5, 6]

@@ -312,10 +312,9 @@ class Search:
         for node, strategies in enumerate(kept):
             graph.keep(node, np.flatnonzero(strategies))
         part, back = graph.result()
-        clock = self.clock.part(seconds)
         try:
-            smaller = presolve(part, clock)
-            result = solve_exactly(smaller.problem, clock)
+            smaller = presolve(part, self.clock)
+            result = solve_exactly(smaller.problem, self.clock.part(seconds))
         except NoAnswerError:
             return True, False
         if result.answer is None:

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard.forecast.compilers.base import Compiler
-from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator, Op, elements, inlined
+from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator, Op, elements, inlined, size_of
 from gshard.graph.kinds import ALIASES, PRODUCTS
 from gshard.graph.regions import Stored, bodies, counts_of
 
@@ -60,6 +60,28 @@ class GPU(Compiler):
         """A relu behind a product and a window before it too."""
         return super().folds(op, flow) or _ends_product(op, flow) or _is_window(op, flow)
 
+    def stores(self, flow: Dataflow) -> set[Any]:
+        """A sum too, such as that of a residual, of which several kernels read all terms again.
+
+        XLA fuses a value into all its consumers if that takes less time (its priority fusion): if
+        they read what it is made of in less time than it takes to write and to read the value.
+        """
+        stored = super().stores(flow)
+        kernels = _kernels(flow, stored)
+        made_of: dict[Any, set[Any]] = {}  # the stored values that a value is computed from
+        for op in flow.ops:
+            terms: set[Any] = set()
+            for var in map(flow.stands_for, op.reads if op.joins else ()):
+                terms |= {var} if var in stored else made_of.get(var, {var})
+            for var in op.writes if op.joins and not flow.is_view(op) else ():
+                made_of[var] = terms
+                if len(terms) > 1 and (readers := len(kernels[var])) > 1:
+                    own = made_of[var] = {v for v in terms if elements(v) == elements(var)}
+                    read, size = sum(map(size_of, own)), size_of(var)
+                    if readers * read > read + (1 + readers) * size:
+                        stored.add(var)
+        return stored
+
     def stacking(self, scan: JaxprEqn, body: Body) -> list[DeviceOperator]:
         """Slices of a loop's inputs, and stacked results.
 
@@ -78,6 +100,23 @@ class GPU(Compiler):
             for v in copied
             for op in [Op(scan, (v,), (Stored(v.aval),), False, p.copy_p)]
         ]
+
+
+_KERNELS = 8  # readers of a value; more of them change nothing
+
+
+def _kernels(flow: Dataflow, stored: set[Any]) -> dict[Any, set[Any]]:
+    """For each value some of the stored results that are computed from it."""
+    found: dict[Any, set[Any]] = {}
+    for op in reversed(flow.ops):
+        for var in op.writes:
+            own: set[Any] = set()
+            for made in (w for user in flow.users(var) for w in user.writes):
+                own |= {made} if made in stored else found.get(made, set())
+                if len(own) >= _KERNELS:
+                    break
+            found[var] = own
+    return found
 
 
 def _is_by_rows(op: Op, scattered: set[Any], devices: int) -> bool:
