@@ -38,7 +38,7 @@ NAMES = (
     "fourier", "pipeline", "parallel_block", "muon", "graph_network",
     "qlora", "unet", "experts_two_dims", "kalman", "stencils",
     "ulysses", "embedding_bag", "pairs", "matrix_optimizers",
-    "expert_fsdp", "contrastive",
+    "expert_fsdp", "contrastive", "selective_scan",
 )  # fmt: skip
 RUNS = 15
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from tests.oracle import assignments, check, even_split, kinds, random_array, sent
+import gshard
+from tests.oracle import annotated, assignments, check, even_split, kinds, random_array, sent
 
 
 def recurrence(axis=0, reverse=False):
@@ -40,7 +41,15 @@ def test_carries_are_gathered_and_the_last_row_is_sent_once():
     assert kinds(low) == {"all_gather": 2, "collective_permute": 1}
     assert sent(low) == 2 * 7 * 12 + 12  # of both tensors; and a row
     low = check(with_gradients, *args, inputs=rows, rtol=1e-3, atol=1e-3)
-    assert sent(low) == 3 * 7 * 12 + 4 * 12, low.collectives
+    assert sent(low) == 3 * 7 * 12 + 2 * 12, low.collectives
+
+
+def test_its_gradient_sends_as_much_for_any_number_of_rows_a_tile():
+    """The products that belong to the row before a tile are added up, and sent once."""
+    split = even_split(2, 0, 8)
+    fn = gshard.jit(annotated(recurrence()[1], [split] * 2), devices=8)
+    low = fn.lower(*[jax.ShapeDtypeStruct((1024, 16), np.float32)] * 2)
+    assert sent(low) == 3 * 7 * 64 + 2 * 64, low.collectives
 
 
 @pytest.mark.slow
