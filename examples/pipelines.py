@@ -1,8 +1,10 @@
-"""A decoder-only Transformer in stages: `python -m examples.pipelines --stages 4 --train 20`.
+"""Transformers in stages: `python -m examples.pipelines --stages 4 --train 20`.
 
-The model is the recipes' (`examples/recipes/transformer.py`), which knows nothing of stages. With
-`--experts`, every hidden layer is a Mixture of Experts as the paper's, whose experts are on the
-devices of a stage. Without `--train`, it prints the schedule and a forecast; no device is needed.
+The model is the recipes' decoder (`examples/recipes/transformer.py`), which knows nothing of
+stages. With `--experts`, every hidden layer is a Mixture of Experts, whose experts are on the
+devices of a stage. With `--paper`, it is the paper's MoE Transformer (`gshard.nn`): an encoder and
+a decoder, each a pipeline of pairs of layers. Without `--train`, it prints the schedules and a
+forecast; no device is needed.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 
 import gshard
 from examples.recipes.transformer import Params, Size, attention, norm, shapes, stacked, tokens
+from gshard.nn import Batch, Strategy, TransformerConfig, adam, init_state, train_step
 
 DEVICES = 8
 
@@ -78,34 +81,66 @@ def initial(shape: Any) -> np.ndarray:
     return (0.05 * rng.standard_normal(shape.shape)).astype(shape.dtype)
 
 
+def paper(stages: int, microbatches: int, experts: int) -> tuple[Any, Any, Any]:
+    """A step of the paper's model on state and batch, their shapes, and how they are made."""
+    dims = {"model_dim": 64, "hidden_dim": 256, "heads": 4, "key_dim": 16, "value_dim": 16}
+    layers = {"encoder_layers": 8, "decoder_layers": 8, "experts": experts, "groups": 32}
+    config = TransformerConfig(source_vocab=256, target_vocab=256, **layers, **dims)
+    optimizer = adam(1e-3)
+    strategy = Strategy(DEVICES, stages=stages, microbatches=microbatches)
+
+    def step(state, batch):
+        key = jax.random.key(0)
+        state, metrics = train_step(state, batch, key, optimizer=optimizer, strategy=strategy)
+        return state, metrics.loss
+
+    def made():
+        numbers = 1 + jnp.arange(32 * 32).reshape(32, 32) % 255
+        return init_state(config, optimizer, jax.random.key(1)), Batch.of(numbers, numbers[:, ::-1])
+
+    return step, jax.eval_shape(made), made
+
+
+def decoder(stages: int, microbatches: int, schedule: str, experts: int) -> tuple[Any, Any, Any]:
+    """A step of the recipes' decoder on weights and tokens, their shapes, and how they are made."""
+    size = Size(L=8, B=32, S=32, M=64, N=4, F=256, V=256)
+    params = stacked(shapes(size))
+    params = with_experts(params, experts) if experts else params
+
+    def step(params, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch, stages, microbatches, schedule)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    def made():
+        batch = np.arange(size.B * (size.S + 1)).reshape(size.B, -1) % size.V
+        return jax.tree.map(initial, params), batch
+
+    return step, (params, tokens(size)), made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m examples.pipelines")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedule", default="auto")
     parser.add_argument("--experts", type=int, default=0)
+    parser.add_argument("--paper", action="store_true", help="the paper's encoder and decoder")
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--train", type=int, default=0, help="steps, on 8 virtual devices")
     chosen = parser.parse_args()
-    size = Size(L=8, B=32, S=32, M=64, N=4, F=256, V=256)
-    params = stacked(shapes(size))
-    if chosen.experts:
-        params = with_experts(params, chosen.experts)
-
-    def step(params, batch):
-        how = (chosen.stages, chosen.microbatches, chosen.schedule)
-        value, grads = jax.value_and_grad(loss)(params, batch, *how)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
-
+    if chosen.paper:
+        step, given, made = paper(chosen.stages, chosen.microbatches, chosen.experts or DEVICES)
+    else:
+        how = (chosen.stages, chosen.microbatches, chosen.schedule, chosen.experts)
+        step, given, made = decoder(*how)
     if not chosen.train:
-        lowered = gshard.jit(step, devices=DEVICES).lower(params, tokens(size))
-        print(lowered.pipelines[0], lowered.forecast(chosen.hardware), sep="\n\n")
+        lowered = gshard.jit(step, devices=DEVICES).lower(*given)
+        print(*lowered.pipelines, lowered.forecast(chosen.hardware), sep="\n\n")
         return
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    run, weights = gshard.jit(step), jax.tree.map(initial, params)
-    batch = np.arange(size.B * (size.S + 1)).reshape(size.B, -1) % size.V
+    run, (state, batch) = gshard.jit(step), made()
     for number in range(chosen.train):
-        weights, value = run(weights, batch)
+        state, value = run(state, batch)
         print(f"step {number}: loss {float(value):.4f}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ def pipeline(
     x: Tree,
     *,
     stages: int | str,
-    microbatches: int,
+    microbatches: int | str,
     schedule: str | Schedule = "auto",
     head: Callable[..., Tree] | None = None,
     targets: Tree = None,
@@ -57,28 +57,39 @@ def pipeline(
     microbatches of `head(y, targets)`, a scalar or a tree of scalars; without one, the outputs of
     the last layer. It means a scan over the layers, microbatch by microbatch. `gshard.jit` runs it
     as `schedule` says: "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto", or a table of your
-    own as text, a line for each stage (docs/howto/pipelines.md). With `stages="auto"` it is their
-    number too that makes the step fastest within the memory of the device.
+    own as text, a line for each stage (docs/howto/pipelines.md). With `stages="auto"` or
+    `microbatches="auto"` it is their number too that makes the step fastest within the memory of
+    the device.
     """
+    runs, wrong, devices = list[_Run](), "", devices_of_trace()
     try:
-        given = _given(schedule, stages, microbatches)
-        traced = _traced(block, weights, x, head, targets, microbatches)
-        count, number = devices_of_trace(), 1 if isinstance(stages, str) else stages
-        parts = len(given.positions) if given else number
-        if count > 1 and (number > count or count % number):
-            raise ValueError(f"{stages} stages on {count} devices; allowed are divisors of {count}")
-        if traced.layers < parts:
-            raise ValueError(
-                f"{traced.layers} layers cannot be in {parts} parts ({parts // number} on each of "
-                f"{stages} stages): a part needs a layer"
-            )
-        run = _Run(given, stages, microbatches, traced, count)
+        for count in _counts(microbatches, _leading(x, "x", "batch"), devices):
+            try:
+                run = _Run(block, weights, x, head, targets, count)
+                run.choose(_given(schedule, stages, count), stages, devices)
+                runs.append(run)
+            except ValueError as error:
+                wrong = str(error)
+        if not runs:
+            raise ValueError(wrong)
     except ValueError as error:
         raise ValueError(f"{here()}: gshard.pipeline: {error}") from None
-    found = run.call(*traced.operands)
+    best = min(runs, key=lambda run: run.rank)
+    cut = (jax.tree.leaves(_cut(part, best.count, "")) for part in (x, targets))
+    found = best.call(*best.operands[:3], *cut)
     if head is None:
         found = [jnp.swapaxes(y, 0, 1).reshape(-1, *y.shape[2:]) for y in found]
-    return jax.tree.unflatten(traced.results, found)
+    return jax.tree.unflatten(best.results, found)
+
+
+def _counts(microbatches: int | str, rows: int, devices: int) -> Sequence[int]:
+    """The numbers of microbatches to choose from: a bubble is short with 8 for each device."""
+    if isinstance(microbatches, int):
+        return [microbatches]
+    if microbatches != "auto":
+        raise ValueError(f"microbatches={microbatches!r}: allowed are a number, and 'auto'")
+    most = min(rows, 8 * devices) if devices > 1 else 1
+    return [n for n in range(1, most + 1) if rows % n == 0]
 
 
 def _given(schedule: str | Schedule, stages: int | str, microbatches: int) -> Schedule | None:
@@ -88,9 +99,8 @@ def _given(schedule: str | Schedule, stages: int | str, microbatches: int) -> Sc
             f"stages={stages!r} with schedule={schedule!r}: allowed are a number, and 'auto' with "
             "schedule='auto'"
         )
-    for name, value in (("stages", stages), ("microbatches", microbatches)):
-        if not isinstance(value, str) and value < 1:
-            raise ValueError(f"{name}={value}: at least 1 is allowed")
+    if not isinstance(stages, str) and stages < 1:
+        raise ValueError(f"stages={stages}: at least 1 is allowed")
     if schedule == "auto" or isinstance(stages, str):
         return None
     if isinstance(schedule, str):
@@ -104,88 +114,87 @@ def _given(schedule: str | Schedule, stages: int | str, microbatches: int) -> Sc
     return schedule
 
 
-@dataclass(frozen=True, eq=False)
-class _Traced:
-    """The user's functions as programs of flat operands, and these."""
-
-    layers: int
-    block: ClosedJaxpr
-    head: ClosedJaxpr | None
-    operands: Operands  # the head's closures, closures, weights, inputs, targets
-    results: Any  # their tree
-
-
-def _traced(
-    block: Callable[..., Any],
-    weights: Tree,
-    x: Tree,
-    head: Callable[..., Any] | None,
-    targets: Tree,
-    microbatches: int,
-) -> _Traced:
-    """The functions, traced for a layer and a microbatch."""
-    layers = _leading(weights, "weights", "layers")
-    inputs, goals = _cut(x, microbatches, "x"), _cut(targets, microbatches, "targets")
-    rows = [_leading(part, name, "batch") for part, name in ((x, "x"), (targets, "targets"))]
-    if targets is not None and rows[0] != rows[1]:
-        raise ValueError(f"x has {rows[0]} rows, and targets have {rows[1]}: a batch has one size")
-    of_layer, of_input, of_target = (
-        jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a)[1:], a.dtype), part)
-        for part in (weights, inputs, goals)
-    )
-    found, output = jax.make_jaxpr(block, return_shape=True)(of_layer, of_input)
-    if _described(output) != _described(of_input):
-        raise ValueError(
-            f"block returns {_described(output)}, but takes {_described(of_input)}: the next layer "
-            "could not take what it returns"
-        )
-    scores, own = None, list[Any]()
-    if head is not None:
-        given = (output,) if targets is None else (output, of_target)
-        scores, output = jax.make_jaxpr(head, return_shape=True)(*given)
-        if any(a.shape for a in scores.out_avals):
-            raise ValueError(
-                f"head returns {_described(output)}; allowed are scalars, which are summed over "
-                "the microbatches"
-            )
-        scores, own = _without_constants(scores), list(scores.consts)
-    leaves = (jax.tree.leaves(part) for part in (weights, inputs, goals))
-    operands = (own, list(found.consts), *leaves)
-    return _Traced(layers, _without_constants(found), scores, operands, jax.tree.structure(output))
-
-
 class _Run:
     """A pipeline as a function of its flat operands, with a gradient of its own.
 
-    In stages where `gshard.jit` traces for several devices; otherwise what it means.
+    `operands` are the head's closures, closures, weights, and types of inputs and targets; `block`
+    and `head` are programs of these. In stages where `gshard.jit` traces for several devices;
+    otherwise what it means.
     """
 
     def __init__(
-        self, given: Schedule | None, stages: int | str, count: int, traced: _Traced, devices: int
-    ):
-        self.traced, self.devices = traced, devices
-        self.numbers: tuple[int, ...] = ()
-        self.schedule = make("1f1b", 1, count)
-        self.layers: tuple[int, ...] = (traced.layers,)
-        self.seconds = EQUAL
-        if devices > 1:
-            machine = hardware_of_trace() or accelerator()
-            limit, most = machine.memory if machine else float("inf"), min(devices, traced.layers)
-            numbers, ways = [0 if isinstance(stages, str) else stages], []
-            if isinstance(stages, str):
-                self.numbers = tuple(n for n in range(1, most + 1) if devices % n == 0)
-                numbers = [n for n in self.numbers if n == in_stages.value] or [*self.numbers]
-            for number in numbers:
-                costs = self._costs(machine or hardware("h100"), devices // number, stages)
-                ways.append((costs, chosen(given, number, count, traced.layers, costs, limit)))
-            costs, found = min(ways, key=lambda way: way[0].rank(way[1], limit))
-            (self.schedule, self.layers), self.seconds = found, costs.seconds
+        self, block: Callable[..., Any], weights: Tree, x: Tree, head: Callable[..., Any] | None,
+        targets: Tree, count: int,
+    ):  # fmt: skip
+        self.count, self.depth = count, _leading(weights, "weights", "layers")
+        parts = ((x, "x"), (targets, "targets"))
+        rows = [_leading(part, name, "batch") for part, name in parts]
+        inputs, goals = (
+            jax.eval_shape(functools.partial(_cut, count=count, name=name), part)
+            for part, name in parts
+        )
+        if targets is not None and rows[0] != rows[1]:
+            raise ValueError(
+                f"x has {rows[0]} rows, and targets have {rows[1]}: a batch has one size"
+            )
+        of_layer, of_input, of_target = (
+            jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a)[1:], a.dtype), part)
+            for part in (weights, inputs, goals)
+        )
+        found, output = jax.make_jaxpr(block, return_shape=True)(of_layer, of_input)
+        if _described(output) != _described(of_input):
+            raise ValueError(
+                f"block returns {_described(output)}, but takes {_described(of_input)}: the next "
+                "layer could not take what it returns"
+            )
+        self.block, self.head, own = _without_constants(found), None, list[Any]()
+        if head is not None:
+            given = (output,) if targets is None else (output, of_target)
+            scores, output = jax.make_jaxpr(head, return_shape=True)(*given)
+            if any(a.shape for a in scores.out_avals):
+                raise ValueError(
+                    f"head returns {_described(output)}; allowed are scalars, which are summed "
+                    "over the microbatches"
+                )
+            self.head, own = _without_constants(scores), list(scores.consts)
+        leaves = (jax.tree.leaves(part) for part in (weights, inputs, goals))
+        self.operands: Operands = (own, list(found.consts), *leaves)
+        self.results = jax.tree.structure(output)
         self.call = jax.custom_vjp(self._forward)
         self.call.defvjp(self._with_residuals, self._backward, symbolic_zeros=True)
 
+    def choose(self, given: Schedule | None, stages: int | str, devices: int) -> None:
+        """The schedule that is given, or the best one; `rank` is least for the best of several."""
+        self.devices, number = devices, 1 if isinstance(stages, str) else stages
+        parts, layers = len(given.positions) if given else number, self.depth
+        if devices > 1 and (number > devices or devices % number):
+            raise ValueError(
+                f"{stages} stages on {devices} devices; allowed are divisors of {devices}"
+            )
+        if layers < parts:
+            raise ValueError(
+                f"{layers} layers cannot be in {parts} parts ({parts // number} on each of "
+                f"{stages} stages): a part needs a layer"
+            )
+        self.numbers, self.seconds, self.rank = tuple[int, ...](), EQUAL, (0.0, 0.0, 0)
+        self.schedule, self.layers = make("1f1b", 1, self.count), tuple[int, ...]((layers,))
+        if devices > 1:
+            machine = hardware_of_trace() or accelerator()
+            limit = machine.memory if machine else float("inf")
+            numbers, ways = [number], []
+            if isinstance(stages, str):
+                most = range(1, min(devices, layers) + 1)
+                self.numbers = tuple(n for n in most if devices % n == 0)
+                numbers = [n for n in self.numbers if n == in_stages.value] or [*self.numbers]
+            for each in numbers:
+                costs = self._costs(machine or hardware("h100"), devices // each, stages)
+                way = chosen(given, each, self.count, layers, costs, limit)
+                ways.append((costs.rank(way, limit), way, costs.seconds))
+            self.rank, (self.schedule, self.layers), self.seconds = min(ways, key=lambda w: w[0])
+
     def _costs(self, machine: Hardware, share: int, stages: int | str) -> Costs:
         """For a stage of `share` devices; each has its weights, where stages are compared."""
-        head, operands = self.traced.head, self.traced.operands
+        head, operands = self.head, self.operands
         score = head and with_gradients(head, len(operands[0]) + len(operands[3]))
         counts = [len(part) for part in operands[1:3]]
         costs = Costs.of(self._layer, score, counts, machine, share)
@@ -198,11 +207,11 @@ class _Run:
 
     @functools.cached_property
     def _layer(self) -> Passes:
-        _, closures, weights, *_ = self.traced.operands
-        return differentiated(self.traced.block, len(closures) + len(weights))
+        _, closures, weights, *_ = self.operands
+        return differentiated(self.block, len(closures) + len(weights))
 
     def _forward(self, *operands: list[Any]) -> list[Any]:
-        passes = (self.traced.block, None, None, self.traced.head)
+        passes = (self.block, None, None, self.head)
         return self._run(forward_only(self.schedule), passes, (*operands, []))
 
     def _gradients(
@@ -232,14 +241,14 @@ class _Run:
     @functools.cached_property
     def splits(self) -> list[tuple[Split | None, ...]]:
         """How the block splits each of its weights within a stage, where it annotates them."""
-        eqns, _ = with_calls_inlined(self.traced.block.jaxpr)
+        eqns, _ = with_calls_inlined(self.block.jaxpr)
         found = {
             reads[0]: eqn.params["annotation"].resolve(self.devices).splits
             for eqn, reads, _ in eqns
             if eqn.primitive is annotate_p
         }
-        _, closures, weights, *_ = self.traced.operands
-        variables = self.traced.block.jaxpr.invars[len(closures) :]
+        _, closures, weights, *_ = self.operands
+        variables = self.block.jaxpr.invars[len(closures) :]
         return [
             found.get(var, (None,) * (w.ndim - 1))
             for var, w in zip(variables, weights, strict=False)
@@ -269,7 +278,7 @@ class _Run:
                 f"{here()}: gshard.pipeline: targets have no gradient; wrap them in "
                 "jax.lax.stop_gradient, or take them out of what is differentiated"
             )
-        head = self.traced.head
+        head = self.head
         if head is None or len(floats(head.out_avals)) != 1:
             return self._forward(*operands), (operands, None)
         ones = [jnp.ones((), a.dtype) for a in floats(head.out_avals)]
@@ -277,7 +286,7 @@ class _Run:
         return results[:scores], (operands, results[scores:])
 
     def _backward(self, residuals: Any, cotangents: Any) -> Any:
-        (operands, gradients), head = residuals, self.traced.head
+        (operands, gradients), head = residuals, self.head
         found = [
             jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c
             for c in floats(cotangents)
@@ -292,7 +301,7 @@ class _Run:
             gradients = [g * found[0].astype(g.dtype) for g in gradients]
         left = iter(gradients)
         own = [[next(left) if is_float(a) else None for a in part] for part in operands[:4]]
-        return (*own, [None] * len(self.traced.operands[4]))
+        return (*own, [None] * len(self.operands[4]))
 
 
 def _product(outputs: Sequence[Any]) -> ClosedJaxpr:
@@ -326,6 +335,8 @@ def _leading(tree: Tree, name: str, what: str) -> int:
 def _cut(tree: Tree, count: int, name: str) -> Tree:
     """A batch as [microbatch, row of it, ...]; tiles of the batch have rows of each microbatch."""
     rows = _leading(tree, name, "batch")
+    if count < 1:
+        raise ValueError(f"microbatches={count}: at least 1 is allowed")
     if rows % count:
         raise ValueError(f"the {rows} rows of {name} do not divide into {count} microbatches")
     return jax.tree.map(

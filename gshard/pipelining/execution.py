@@ -28,7 +28,7 @@ from gshard.graph.source import source_of
 from gshard.graph.ticks import Ticks
 from gshard.moving import collectives
 from gshard.pipelining.meaning import Arrays, Machine, Pass, Pipe, State, all_at, pipeline_p, put
-from gshard.pipelining.passes import floats
+from gshard.pipelining.passes import is_float
 from gshard.pipelining.routes import HEAD, LOCAL, Pairs, Routes, Row, route
 from gshard.pipelining.schedules import B
 from gshard.planning.planner import Planner
@@ -41,75 +41,23 @@ from gshard.tensors.manual import MANUAL
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 
-
-@dataclass(frozen=True)
-class Type:
-    """A value of a stage: how its devices hold it."""
-
-    sharding: Sharding
-    shape: tuple[int, ...]
-    dtype: Any
-    origin: str = ""
-
-    @property
-    def local(self) -> tuple[int, ...]:
-        """The shape on a device."""
-        return self.sharding.local_shape(self.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A program that is planned for one stage, called with what a device has of its operands."""
-
-    stages: Stages
-    flat: ClosedJaxpr
-    found: Propagated
-    operands: Sequence[Type]
-    wanted: Sequence[Type | None]
-    sums: Mapping[int, float]  # results that may be unreduced
-    results: Sequence[Type]
-
-    def as_pass(self) -> Pass:
-        """As a function of what a device has."""
-        types = [jax.ShapeDtypeStruct(t.local, t.dtype) for t in self.results]
-        return Pass(lambda *arrays: [t.array for t in self.run(arrays)], types)
-
-    def run(self, arrays: Sequence[Any]) -> list[Tile]:
-        """The results, the first ones under the shardings that are wanted."""
-        ctx, stages = self.stages.ctx, self.stages
-        place = Place(ctx.place.axes, stages.per_stage, blocks=stages.count)
-        planner = Planner(place, self.found, ctx.memory_limit)
-        reason = Reason("operand", "pipeline")
-        ready = [
-            planner.reshard(Tile(a, t.sharding, t.shape, t.origin), self.found.shardings[v], reason)
-            for a, t, v in zip(arrays, self.operands, self.flat.jaxpr.invars, strict=True)
-        ]
-        results = planner.run_body(self.flat, ready, self.sums)
-        for number, kind in enumerate(self.wanted):
-            if kind is not None:
-                reason = Reason("result", "pipeline")
-                results[number] = planner.reshard(results[number], kind.sharding, reason)
-        return results
-
-    def agreed(self, inputs: Sequence[Type], first: int) -> list[Type]:
-        """The shardings of a layer's input that its output can have, too: operands from `first`."""
-        found = []
-        variables = self.flat.jaxpr.invars[first:], self.flat.jaxpr.outvars
-        for kind, var, out in zip(inputs, *variables, strict=False):
-            sharding = self.found.shardings[var]
-            if not any(sharding.splits) and not isinstance(out, Literal):
-                sharding = self.found.shardings[out]
-            found.append(replace(kind, sharding=sharding))
-        return found
+_OPERAND = Reason("operand", "pipeline")
 
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """The devices of a program in blocks, one for each stage."""
+    """The devices of a program in blocks, one for each stage.
+
+    A blank tile is how the devices of a stage hold a value.
+    """
 
     ctx: Context
     count: int
-    devices: int  # all of them
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.ctx.place.num_devices
 
     @property
     def per_stage(self) -> int:
@@ -129,12 +77,12 @@ class Stages:
         alike = (blocks == blocks[:1]).all() and len(np.unique(blocks[0])) == split.tiles
         return Split.of(blocks[0]) if alike else None
 
-    def type_of(self, tile: Tile, lead: bool) -> Type:
+    def kind_of(self, tile: Tile, lead: bool) -> Tile:
         """A tile as a value of a stage, without its leading dim if it has one row after another."""
-        splits = tuple(map(self.within, tile.sharding.splits[lead:]))
-        return Type(Sharding(splits, self.per_stage), tile.shape[lead:], tile.array.dtype)
+        sharding = Sharding(tuple(map(self.within, tile.sharding.splits[lead:])), self.per_stage)
+        return Tile.blank(sharding, tile.shape[lead:], tile.array.dtype)
 
-    def outside(self, kind: Type, *lead: Split | None) -> Sharding:
+    def outside(self, kind: Tile, *lead: Split | None) -> Sharding:
         """The sharding on all devices of a value that every stage has for itself."""
         old = kind.sharding
         splits, unreduced = (
@@ -143,19 +91,18 @@ class Stages:
         )
         return Sharding((*lead, *splits), self.devices, False, tuple(s for s in unreduced if s))
 
-    def placed(self, tile: Tile, kind: Type, *lead: Split | None) -> Any:
+    def placed(self, tile: Tile, kind: Tile, *lead: Split | None) -> Any:
         """What a device has of an operand, as the stages need it."""
-        reason = Reason("operand", "pipeline")
-        return self.ctx.reshard(tile, self.outside(kind, *lead), reason).array
+        return self.ctx.reshard(tile, self.outside(kind, *lead), _OPERAND).array
 
-    def summed(self, array: Any, kind: Type, *rows: int) -> Tile:
+    def summed(self, array: Any, kind: Tile, *rows: int) -> Tile:
         """A value that is the sum of what the stages have; as many such values as `rows`."""
         sharding = self.outside(kind, *(None for _ in rows))
         more = (self.split,) if self.split else ()
         sharding = sharding.unreduced_over((*sharding.unreduced, *more))
         return Tile(array, sharding, (*rows, *kind.shape), kind.origin or "pipeline")
 
-    def by_stage(self, array: Any, kind: Type) -> Tile:
+    def by_stage(self, array: Any, kind: Tile) -> Tile:
         """Rows of which every stage has its own."""
         shape = (array.shape[0] * self.count, *kind.shape)
         return Tile(array, self.outside(kind, self.split), shape, kind.origin)
@@ -185,30 +132,55 @@ class Stages:
         new = replace(annotation, sharding=Sharding(splits, self.per_stage))
         return eqn.replace(params={**eqn.params, "annotation": new})
 
-    def piece(
-        self,
-        body: ClosedJaxpr,
-        operands: Sequence[Type],
-        wanted: Sequence[Type | None] = (),
-        sums: Mapping[int, float] | None = None,
-    ) -> Piece:
-        """A program planned for one stage, given how its operands are held."""
+    def _planned(
+        self, body: ClosedJaxpr, operands: Sequence[Tile]
+    ) -> tuple[ClosedJaxpr, Propagated]:
         with jax.ensure_compile_time_eval():  # constants of passes are no part of the trace
             for change in PASSES if self.per_stage > 1 else ():
                 body = change(body)
-        limit, given = self.ctx.memory_limit, [kind.sharding for kind in operands]
-        known = Known(self.per_stage, limit, given, {})
-        flat, found = shard(body, known, True, History())
-        piece = Piece(self, flat, found, operands, wanted, sums or {}, ())
-        made: list[Tile] = []
+        given = [kind.sharding for kind in operands]
+        known = Known(self.per_stage, self.ctx.memory_limit, given, {})
+        return shard(body, known, True, History())
 
-        def trial(*arrays: Any) -> list[Any]:
-            made[:] = piece.run(arrays)
+    def agreed(self, body: ClosedJaxpr, operands: Sequence[Tile], first: int) -> list[Tile]:
+        """The inputs of a layer, operands from `first`, as its output can be held, too."""
+        flat, found = self._planned(body, operands)
+        kinds, variables = [], (flat.jaxpr.invars[first:], flat.jaxpr.outvars)
+        for kind, var, out in zip(operands[first:], *variables, strict=False):
+            sharding = found.shardings[var]
+            if not any(sharding.splits) and not isinstance(out, Literal):
+                sharding = found.shardings[out]
+            kinds.append(Tile.blank(sharding, kind.shape, kind.array.dtype))
+        return kinds
+
+    def piece(
+        self, body: ClosedJaxpr, operands: Sequence[Tile], wanted: Sequence[Tile | None] = (),
+        sums: Mapping[int, float] | None = None,
+    ) -> Pass:  # fmt: skip
+        """A program planned for one stage, called with what a device has of its operands.
+
+        Its first results are as `wanted`; `sums` are results that may be unreduced.
+        """
+        flat, found = self._planned(body, operands)
+        made = list[Tile]()
+
+        def run(*arrays: Any) -> list[Any]:
+            place = Place(self.ctx.place.axes, self.per_stage, blocks=self.count)  # of this trace
+            planner = Planner(place, found, self.ctx.memory_limit)
+            ready = [
+                planner.reshard(kind.holding(a), found.shardings[v], _OPERAND)
+                for a, kind, v in zip(arrays, operands, flat.jaxpr.invars, strict=True)
+            ]
+            made[:] = planner.run_body(flat, ready, sums or {})
+            for number, kind in enumerate(wanted):
+                if kind is not None:
+                    reason = Reason("result", "pipeline")
+                    made[number] = planner.reshard(made[number], kind.sharding, reason)
             return [t.array for t in made]
 
-        jax.make_jaxpr(trial)(*(jax.ShapeDtypeStruct(k.local, k.dtype) for k in operands))
-        types = [Type(t.sharding, t.shape, t.array.dtype, t.origin) for t in made]
-        return replace(piece, results=types)
+        jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(k.array.shape, k.array.dtype) for k in operands))
+        kinds = [t.without_elements() for t in made]
+        return Pass(run, [kind.array for kind in kinds], kinds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,21 +284,21 @@ class Execution:
 def _partition(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], _: list[Sharding]) -> list[Tile]:
     """The passes of a layer partitioned for the devices of a stage, and run there."""
     pipe, bodies = eqn.params["pipe"], eqn.params["bodies"]
-    stages, parts = Stages(ctx, pipe.schedule.stages, ctx.place.num_devices), pipe.operands(tiles)
-    types = [[stages.type_of(t, lead=n in (2, 3, 4)) for t in part] for n, part in enumerate(parts)]
-    own, closures, weights, inputs, targets, cotangents = types
+    stages, parts = Stages(ctx, pipe.schedule.stages), pipe.operands(tiles)
+    kinds = [[stages.kind_of(t, n in (2, 3, 4)) for t in part] for n, part in enumerate(parts)]
+    own, closures, weights, inputs, targets, cotangents = kinds
     share, fixed = 1 / pipe.schedule.microbatches, [*closures, *weights]
     forward, backward, later, score = (body and stages.inside(body) for body in bodies)
-    ahead = stages.piece(forward, [*fixed, *inputs])
-    inputs = types[3] = ahead.agreed(inputs, len(fixed))
+    inputs = kinds[3] = stages.agreed(forward, [*fixed, *inputs], len(fixed))
     ahead = stages.piece(forward, [*fixed, *inputs], inputs)
     behind = late = head = None
-    gradients = floats(inputs) if backward else []
+    gradients = [k for k in inputs if is_float(k.array)] if backward else []
+    count = sum(is_float(k.array) for k in closures)
     if backward and later:
-        residuals = ahead.results[len(inputs) :]
+        residuals = ahead.kinds[len(inputs) :]
         behind = stages.piece(backward, [*fixed, *residuals, *gradients], gradients)
-        sums = dict.fromkeys(range(len(floats(fixed))), share)
-        late = stages.piece(later, [*fixed, *behind.results[len(gradients) :]], (), sums)
+        sums = dict.fromkeys(range(count + sum(is_float(k.array) for k in weights)), share)
+        late = stages.piece(later, [*fixed, *behind.kinds[len(gradients) :]], (), sums)
     if score:
         sums = dict.fromkeys(range(len(score.out_avals) - len(gradients)), share)
         wanted = [*[None] * len(sums), *gradients]
@@ -334,17 +306,16 @@ def _partition(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], _: list[Sharding]
     leading = ((), (), (stages.split,), (None,), (None,), ())  # dims before those of a layer
     arrays = [
         [stages.placed(t, kind, *lead) for t, kind in zip(part, kinds, strict=True)]
-        for part, kinds, lead in zip(parts, types, leading, strict=True)
+        for part, kinds, lead in zip(parts, kinds, leading, strict=True)
     ]
     chunks = (pipe.schedule.chunks, max(pipe.layers))
     arrays[2] = [w.reshape(*chunks, *w.shape[1:]) for w in arrays[2]]
-    passes = [piece.as_pass() if piece else None for piece in (ahead, behind, late, head)]
-    found = iter(Execution(stages, pipe, passes, arrays).run())
-    scores = head.results[: len(head.results) - len(gradients)] if head else ()
-    sums_of, n = late.results if late else (), len(floats(closures))
-    leaving, count = gradients if head else inputs, pipe.schedule.microbatches
+    found = iter(Execution(stages, pipe, (ahead, behind, late, head), arrays).run())
+    scores = head.kinds[: len(head.kinds) - len(gradients)] if head else ()
+    sums_of, leaving = late.kinds if late else (), gradients if head else inputs
+    rows = pipe.schedule.microbatches
     return [
-        *(stages.summed(next(found), t) for t in (*scores, *sums_of[:n])),
-        *(stages.by_stage(next(found), t) for t in sums_of[n:]),
-        *(stages.summed(array, t, count) for array, t in zip(found, leaving, strict=True)),
+        *(stages.summed(next(found), t) for t in (*scores, *sums_of[:count])),
+        *(stages.by_stage(next(found), t) for t in sums_of[count:]),
+        *(stages.summed(array, t, rows) for array, t in zip(found, leaving, strict=True)),
     ]

@@ -109,10 +109,14 @@ class State(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A pass of a layer, or the head, as a function of arrays; the types of its results."""
+    """A pass of a layer, or the head, as a function of arrays; the types of its results.
+
+    `kinds` are how the devices of a stage hold these.
+    """
 
     run: Callable[..., Arrays]
     results: Sequence[Any]
+    kinds: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, eq=False)

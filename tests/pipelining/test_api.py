@@ -22,6 +22,8 @@ def call(weights=WEIGHTS, x=X, block=dense, head=loss_of, targets=TARGETS, **set
         ({"schedule": "zbv", "stages": 3}, "4 layers cannot be in 6 parts"),
         ({"microbatches": 3}, "the 8 rows of x do not divide into 3 microbatches"),
         ({"microbatches": 0}, "microbatches=0: at least 1"),
+        ({"microbatches": "many"}, "microbatches='many': allowed are a number, and 'auto'"),
+        ({"stages": 0}, "stages=0: at least 1"),
         ({"block": lambda w, x: x[:1]}, r"block returns float32\[1,8\], but takes float32\[2,8\]"),
         ({"head": lambda y, t: y - t}, r"head returns float32\[2,8\]; allowed are scalars"),
         ({"schedule": "2f2b"}, "allowed are 'gpipe', '1f1b'"),

@@ -121,6 +121,23 @@ def test_stages_are_as_many_as_the_memory_needs():
     assert found == [1, 2]
 
 
+def test_microbatches_are_as_many_as_are_fastest_within_the_memory():
+    """By the forecast of the programs that are lowered with other numbers; more where less fits."""
+    arguments = jax.eval_shape(lambda: make_dense(layers=4, width=256, batch=1024))
+
+    def lowered(microbatches, memory=2**37):
+        step = jax.value_and_grad(piped(dense, stages=4, microbatches=microbatches))
+        machine = hardware("h100").replace(memory=int(memory))
+        return gshard.jit(step, devices=4, hardware=machine).lower(*arguments)
+
+    found = lowered("auto")
+    best = found.pipelines[0].microbatches
+    times = [each.forecast().step_seconds for each in (found, *map(lowered, (1, best // 2, 32)))]
+    assert 1 < best < 32
+    assert times[0] <= 1.02 * min(times), times
+    assert lowered("auto", 4e6).pipelines[0].microbatches > best
+
+
 @pytest.mark.slow
 def test_auto_finds_the_stages_of_a_deep_model_that_fits_no_other_way(tmp_path):
     """Every stage has its weights on all of its devices: 1 or 2 stages do not fit."""
