@@ -3,8 +3,9 @@
 python -m benchmarks.studied_far studies/far.toml studies/bilingual*.toml --out FILE.json
 python -m benchmarks.studied_far docs/results/figure/far.json
 
-The first scores what the first run of the first plan has translated, and of the bilingual models of
-the others, for each language, those with the lowest loss on dev text; the second prints its tables.
+The first scores what the runs "mixture" and "dense" of the first plan have translated, and of the
+bilingual models of the others, for each language, the one with the lowest loss on dev text; the
+second prints its tables.
 The copier takes the translation of the most similar training sentence. Intervals are of 1,000 draws
 of languages and of English sentences.
 """
@@ -17,18 +18,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gshard.mt import atomic
+from gshard.mt.batching.tokenizer import Tokenizer
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.evaluation import copier
 from gshard.mt.evaluation.scores import FEW, resource_groups, score
 from gshard.mt.evaluation.store import HeldOut, Store, folder_of, held_out, tasks_of
-from gshard.mt.run import Run
-from gshard.mt.study.analysis import PairedTexts, paired_bootstrap
+from gshard.mt.study.analysis import drawn_languages, drawn_sentences, statistics
 from gshard.mt.study.plan import TRAINED, TRANSLATED, Study, read_plan
 from gshard.mt.study.tables import table
 
 Texts = Mapping[str, Sequence[str]]  # what each system made of a language's sentences
-SYSTEMS = ("model", "copier", "bilingual")
+SYSTEMS = ("model", "dense", "copier", "bilingual")
+AGAINST = (
+    ("model", "dense"), ("model", "copier"), ("model", "bilingual"), ("bilingual", "copier"),
+)  # fmt: skip
+DRAWS = 1000
+RUNS = {"model": "mixture", "dense": "dense"}
 
 
 def bilingual(plans: Sequence[Study], held: HeldOut) -> tuple[list[str], dict[str, Any]] | None:
@@ -53,21 +61,32 @@ def _stored(store: Store, held: HeldOut) -> list[str]:
     return [each.text for each in known if each is not None]
 
 
+def _corpus(plan: Study) -> Corpus:
+    return Corpus.open(plan.run(RUNS["model"]).config.data.corpus)
+
+
+def translated(plan: Study, name: str, sets: Sequence[HeldOut]) -> list[list[str]] | None:
+    """What a run made of every set; None if it has not been translated with."""
+    place, config = plan.place(name), plan.evaluate
+    done = atomic.known_object(place / TRANSLATED)
+    if done is None:
+        return None
+    folder = folder_of(place, f"step-{done['step']}", config.split, config.beam, config.alpha)
+    store = Store(folder, {"weights": done["digest"]})
+    return [_stored(store, held) for held in sets]
+
+
 def outputs(
     plan: Study, plans: Sequence[Study]
 ) -> Iterator[tuple[HeldOut, Texts, dict[str, Any] | None]]:
     """Of each language the sentences, what the systems made of them, and the bilingual's note."""
-    place, config = plan.place(plan.runs[0].name), plan.evaluate
-    run, done = Run.open(place), atomic.read_object(place / TRANSLATED)
-    corpus = Corpus.open(run.config.data.corpus)
-    tasks = tasks_of(run.tokenizer, config.languages)
-    folder = folder_of(place, f"step-{done['step']}", config.split, config.beam, config.alpha)
-    store = Store(folder, {"weights": done["digest"]})
-    for held in held_out(corpus, tasks, config.split, config.sentences):
-        texts = {
-            "model": _stored(store, held),
-            "copier": copier.from_training(corpus, held.task, held.sources),
-        }
+    corpus, config = _corpus(plan), plan.evaluate
+    tasks = tasks_of(Tokenizer.load(plan.folder / "vocabulary"), config.languages)
+    sets = held_out(corpus, tasks, config.split, config.sentences)
+    made = {system: translated(plan, name, sets) for system, name in RUNS.items()}
+    for number, held in enumerate(sets):
+        texts = {name: each[number] for name, each in made.items() if each}
+        texts["copier"] = copier.from_training(corpus, held.task, held.sources)
         tuned = bilingual(plans, held)
         if tuned:
             texts["bilingual"] = tuned[0]
@@ -76,9 +95,8 @@ def outputs(
 
 def measured(plan: Study, plans: Sequence[Study]) -> dict[str, Any]:
     """Scores of every language and test, and their means with intervals."""
-    place = plan.place(plan.runs[0].name)
-    run = Run.open(place)
-    groups = resource_groups(run.corpus, run.tokenizer.config.languages)
+    corpus = _corpus(plan)
+    groups = resource_groups(corpus, corpus.languages)
     rows, found = [], []
     for held, texts, note in outputs(plan, plans):
         found.append((held, texts))
@@ -94,35 +112,77 @@ def measured(plan: Study, plans: Sequence[Study]) -> dict[str, Any]:
     tests = dict.fromkeys(test for held, _ in found for test in held.tests)
     means = {}
     for test in sorted(tests, key=lambda test: (test != "far", test != "near", test)):
+        drawn = drawn_scores(found, test)
         for group in ("all", "low"):
-            members = [each for each in found if group in ("all", groups[each[0].task.foreign])]
-            means[f"{test} {group}"] = _means(members, test)
-    trained = atomic.read_object(place / TRAINED)
+            members = {k: v for k, v in drawn.items() if group in ("all", groups[k])}
+            means[f"{test} {group}"] = _means(members)
+    notes = {name: atomic.known_object(plan.place(name) / TRAINED) for name in RUNS.values()}
+    trained = {name: note for name, note in notes.items() if note}
     return {"trained": trained, "means": means, "languages": rows}
 
 
-def _means(found: Sequence[tuple[HeldOut, Texts]], test: str) -> dict[str, Any]:
-    """chrF++ of each system, and how much better the model is, over languages with enough text."""
+def drawn_scores(
+    found: Sequence[tuple[HeldOut, Texts]], test: str
+) -> dict[str, dict[str, np.ndarray]]:
+    """By language and system chrF++ of a test: its own, and then of each draw of English sentences.
+
+    A sentence is drawn for all languages that have it. Languages with few sentences are left out.
+    """
+    chosen = [
+        (held, texts, [i for i, each in enumerate(held.tests) if each == test])
+        for held, texts in found
+    ]
+    chosen = [each for each in chosen if len(each[2]) >= FEW]
+    if not chosen:
+        return {}
+    english = sorted({held.references[i] for held, _, mine in chosen for i in mine})
+    place = {text: n for n, text in enumerate(english)}
+    drawn_DE = drawn_sentences(len(english), DRAWS, np.random.default_rng(0))
+    weight_DE = np.concatenate([np.ones((1, len(english))), drawn_DE])
+    scores: dict[str, dict[str, np.ndarray]] = {}
+    for held, texts, mine in chosen:
+        references = tuple(held.references[i] for i in mine)
+        weight_DN = weight_DE[:, [place[text] for text in references]]
+        for name, made in texts.items():
+            counted = statistics("chrf", "en", tuple(made[i] for i in mine), references)
+            scores.setdefault(held.task.foreign, {})[name] = chrf(weight_DN @ counted)
+    return scores
+
+
+def chrf(counts_DS: np.ndarray) -> np.ndarray:
+    """sacreBLEU's chrF++ of summed statistics, for many draws at once."""
+    hypothesis_DO, reference_DO, match_DO = np.moveaxis(
+        counts_DS.reshape(len(counts_DS), -1, 3), 2, 0
+    )
+    both_DO = (hypothesis_DO > 0) & (reference_DO > 0)
+    orders_D = np.maximum(both_DO.sum(axis=1), 1)
+    precision_D, recall_D = (
+        np.divide(match_DO, each, out=np.zeros_like(match_DO), where=both_DO).sum(axis=1) / orders_D
+        for each in (hypothesis_DO, reference_DO)
+    )
+    below_D = 4 * precision_D + recall_D
+    return 500 * precision_D * recall_D / np.where(below_D > 0, below_D, 1)
+
+
+def _means(scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Any]:
+    """Means over languages with their intervals, of systems and of their differences."""
     means: dict[str, Any] = {}
-    for first, second in (("model", ""), ("copier", ""), ("bilingual", ""), *_AGAINST):
-        pairs = []
-        for held, texts in found:
-            mine = [i for i, each in enumerate(held.tests) if each == test]
-            if len(mine) < FEW or first not in texts or (second and second not in texts):
-                continue
-            sides = [
-                tuple(texts[name][i] if name else "" for i in mine) for name in (first, second)
-            ]
-            references = tuple(held.references[i] for i in mine)
-            pairs.append(PairedTexts(sides[0], sides[1], references, references))
-        if pairs:
-            difference = paired_bootstrap(pairs, "chrf")
-            name = f"{first} over {second}" if second else first
-            means[name] = {k: getattr(difference, k) for k in ("mean", "low", "high", "languages")}
+    for first, second in (*((name, "") for name in SYSTEMS), *AGAINST):
+        has = [v for v in scores.values() if first in v and (not second or second in v)]
+        if not has:
+            continue
+        each_LD = np.stack([v[first] - (v[second] if second else 0) for v in has])
+        rng = np.random.default_rng(1)
+        draws = zip(drawn_languages(len(has), DRAWS, rng), each_LD.T[1:], strict=True)
+        low, high = np.percentile([row[chosen].mean() for chosen, row in draws], [2.5, 97.5])
+        means[f"{first} over {second}" if second else first] = {
+            "mean": float(each_LD[:, 0].mean()),
+            "low": float(low),
+            "high": float(high),
+            "languages": len(has),
+            "worse": int((each_LD[:, 0] < 0).sum()),
+        }
     return means
-
-
-_AGAINST = (("model", "copier"), ("model", "bilingual"), ("bilingual", "copier"))
 
 
 def tables(results: Mapping[str, Any]) -> str:
