@@ -4,11 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 GSHARD := $(VENV)/bin/gshard
+# One process more than cores: some tests wait for another process, a browser or a clock.
+JOBS := $(shell $(PYTHON) -c "import os; print(1 + min(os.cpu_count(), 15))")
 
 # Bytecode is kept even where the environment says otherwise: dozens of tests start a Python.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo layer test quick test-all test-matrix test-torch lint format docs site clean
+.PHONY: demo layer test quick slow test-all test-matrix test-torch lint format docs site clean
 
 # Real text to BLEU: gather, train 8 experts on 8 virtual devices, evaluate, translate, report.
 # Interrupted, it continues where it stopped.
@@ -30,11 +32,16 @@ test: $(VENV)/installed
 	$(MAKE) --jobs 2 lint quick
 
 quick: $(VENV)/installed
-	$(RUN) -m pytest -n 2 --dist loadgroup
+	$(RUN) -m pytest -n $(JOBS) --dist loadgroup
 
-test-all: lint
+# Everything: all cases, the slow tests, more examples, and PyTorch, to the end whatever fails.
+test-all: $(VENV)/installed
+	@began=$$(date +%s); $(MAKE) --keep-going lint slow test-torch; status=$$?; \
+	    echo "make test-all: $$((($$(date +%s) - began) / 60)) minutes"; exit $$status
+
+slow: $(VENV)/installed
 	$(RUN) -m pip install --quiet --editable '.[dev,third-party,export,torch]'
-	$(RUN) -m pytest -n 2 --dist loadgroup -m "slow or not slow" \
+	$(RUN) -m pytest -n $(JOBS) --dist loadgroup -m "slow or not slow" \
 	    --hypothesis-profile thorough
 
 # The quick tests under JAX 0.10 to 0.12 and the newest release on the index, each in an environment
@@ -47,7 +54,7 @@ test-matrix: $(VENV)/installed
 test-torch:
 	$(PYTHON) -m venv .venvs/torch
 	.venvs/torch/bin/python -m pip install --quiet --editable '.[dev,huggingface]'
-	.venvs/torch/bin/python -m pytest -n 2 -m "slow or not slow" \
+	.venvs/torch/bin/python -m pytest -n $(JOBS) -m "slow or not slow" \
 	    tests/contrib tests/comparing/test_torch_step.py
 	.venvs/torch/bin/python -m benchmarks.torch_models llama
 

@@ -1,6 +1,7 @@
 """Eight virtual devices, quick Hypothesis settings, and padding that is poison."""
 
 import collections
+import gc
 import os
 from pathlib import Path
 
@@ -30,6 +31,10 @@ settings.register_profile(
 )
 settings.register_profile("quick", settings.get_profile("thorough"), max_examples=2)
 settings.load_profile("quick")
+
+
+# Cycles are rare here and the heap is large: it is searched for them a fiftieth as often.
+gc.set_threshold(35_000, 10, 10)
 
 
 def poison(dtype):
@@ -77,6 +82,11 @@ def pytest_collection_modifyitems(items):
         for i, item in enumerate(family):
             if i % 6:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    """Modules and cases stay until the end: no search for cycles has to pass them."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
