@@ -6,6 +6,7 @@ and shared bits have, stay.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,9 +73,22 @@ def _slice(eqn: JaxprEqn, a: np.ndarray) -> np.ndarray:
     return a[(slice(None), *(slice(*limit) for limit in limits))]
 
 
-def _concatenate(eqn: JaxprEqn, *parts: Value) -> Value:
-    axis = 1 + eqn.params["dimension"]
-    return joined(lambda xs: np.concatenate(xs, axis), alike(parts))
+def _together(join: Callable[..., np.ndarray], dim: str) -> Callable[..., Value]:
+    """An operator that puts its operands side by side, along the dim that a parameter names."""
+    return lambda eqn, *parts: joined(lambda xs: join(xs, 1 + eqn.params[dim]), alike(parts))
+
+
+def _apart(eqn: JaxprEqn, a: Value) -> list[Value]:
+    """Some rows each, or one without its dim."""
+    axis, sizes = 1 + eqn.params["axis"], eqn.params.get("sizes")
+    if sizes is None:
+        return [at(a, _along(axis, n)) for n in range(plain(a).shape[axis])]
+    ends = np.cumsum([0, *sizes]).tolist()
+    return [at(a, _along(axis, slice(*rows))) for rows in itertools.pairwise(ends)]
+
+
+def _tile(eqn: JaxprEqn, a: np.ndarray) -> np.ndarray:
+    return np.tile(a, (1, *eqn.params["reps"], *(1 for _ in _rest(eqn, a))))
 
 
 def _iota(eqn: JaxprEqn, *_: Value) -> Value:
@@ -88,7 +102,7 @@ def _iota(eqn: JaxprEqn, *_: Value) -> Value:
 # ------------------------------------------------------------------------ by index
 
 
-def _moves(count: int | None) -> Callable[..., list[Value]]:
+def _moves(count: int) -> Callable[..., list[Value]]:
     """An operator that moves the elements of its first `count` operands: JAX moves their numbers,
     on all devices at once."""
 
@@ -99,12 +113,11 @@ def _moves(count: int | None) -> Callable[..., list[Value]]:
         flat = [moved(_flat(a), x) for x, a in zip(operands[:count], eqn.invars, strict=False)]
         values = flat[0] if len(flat) == 1 else joined(lambda x: np.concatenate(x, 1), alike(flat))
         changed = {"fill_value": -1} if "fill_value" in eqn.params else {}
-        indices = () if count is None else operands[count:]
 
         def move(*own: Any) -> list[Any]:
             return list(bind(eqn, [*numbers, *own], **changed))
 
-        found = on_host.on_all((eqn, "places"), move, indices)
+        found = on_host.on_all((eqn, "places"), move, operands[count:])
         return [_taken_at(eqn, values, int(ends[-1]), places) for places in found]
 
     return operator
@@ -270,7 +283,7 @@ def ranked(value: Value, axis: int) -> np.ndarray:
     return places
 
 
-def _along(axis: int, part: slice) -> tuple[slice, ...]:
+def _along(axis: int, part: Any) -> tuple[Any, ...]:
     return (slice(None),) * axis + (part,)
 
 
@@ -296,9 +309,9 @@ MOVING: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _view(_reshape)),
     "transpose": _view(lambda eqn, a: _reordered(a, eqn.params["permutation"])),
     "rev": _view(lambda eqn, a: np.flip(a, tuple(1 + d for d in eqn.params["dimensions"]))),
-    "broadcast_in_dim": _view(_broadcast), "slice": _view(_slice), "concatenate": _concatenate,
-    **{n: _moves(1) for n in ("gather", "split", "unstack", "tile")},
-    "pad": _moves(2), "stack": _moves(None),
+    "broadcast_in_dim": _view(_broadcast), "slice": _view(_slice), "tile": _view(_tile),
+    "concatenate": _together(np.concatenate, "dimension"), "stack": _together(np.stack, "axis"),
+    "split": _apart, "unstack": _apart, "gather": _moves(1), "pad": _moves(2),
     "dynamic_slice": _slice_at, "dynamic_update_slice": _update_at,
     "scatter": _scatter, "sort": _sort, "top_k": _top_k, "approx_top_k": _top_k,
     "iota": _iota,
