@@ -21,8 +21,7 @@ from gshard.pipelining import execution
 from gshard.pipelining.choice import Costs, chosen
 from gshard.pipelining.meaning import Bodies, Pipe, pipeline_p, run
 from gshard.pipelining.passes import Passes, differentiated, floats, is_float, with_gradients
-from gshard.pipelining.routes import EQUAL
-from gshard.pipelining.schedules import Schedule, forward_only, make, parse
+from gshard.pipelining.schedules import EQUAL, Schedule, forward_only, make, parse
 from gshard.tensors.annotate import (
     Annotation,
     annotate,

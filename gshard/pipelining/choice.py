@@ -11,8 +11,7 @@ from jax.extend.core import ClosedJaxpr
 from gshard.forecast import Hardware, forecast
 from gshard.graph.readable import size
 from gshard.pipelining.passes import Passes, floats
-from gshard.pipelining.routes import Seconds, route
-from gshard.pipelining.schedules import NAMES, Schedule, make
+from gshard.pipelining.schedules import NAMES, Schedule, Seconds, make, route
 from gshard.tensors.tile import byte_size
 
 Option = tuple[Schedule, tuple[int, ...]]  # with layers by position

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,8 +29,7 @@ from gshard.graph.ticks import Ticks
 from gshard.moving import collectives
 from gshard.pipelining.meaning import Arrays, Machine, Pass, Pipe, State, all_at, pipeline_p, put
 from gshard.pipelining.passes import is_float
-from gshard.pipelining.routes import HEAD, LOCAL, Pairs, Routes, Row, route
-from gshard.pipelining.schedules import B
+from gshard.pipelining.schedules import HEAD, LOCAL, B, Pairs, Row, route
 from gshard.planning.planner import Planner
 from gshard.propagation.propagate import Propagated
 from gshard.propagation.stage import Known, shard
@@ -44,30 +43,16 @@ from gshard.tensors.tile import Tile
 _OPERAND = Reason("operand", "pipeline")
 
 
-@dataclass(frozen=True, eq=False)
 class Stages:
     """The devices of a program in blocks, one for each stage.
 
-    A blank tile is how the devices of a stage hold a value.
+    `split` is that of a dim over the stages. A blank tile is how a stage's devices hold a value.
     """
 
-    ctx: Context
-    count: int
-
-    @property
-    def devices(self) -> int:
-        """All of them."""
-        return self.ctx.place.num_devices
-
-    @property
-    def per_stage(self) -> int:
-        """The devices of a stage."""
-        return self.devices // self.count
-
-    @property
-    def split(self) -> Split | None:
-        """A dim over the stages."""
-        return Split.of(np.arange(self.devices) // self.per_stage)
+    def __init__(self, ctx: Context, count: int):
+        self.ctx, self.count, self.devices = ctx, count, ctx.place.num_devices
+        self.per_stage = self.devices // count
+        self.split = Split.of(np.arange(self.devices) // self.per_stage)
 
     def within(self, split: Split | None) -> Split | None:
         """A split as the devices of a stage see it; None unless it is the same in every stage."""
@@ -183,36 +168,30 @@ class Stages:
         return Pass(run, [kind.array for kind in kinds], kinds)
 
 
-@dataclass(frozen=True, eq=False)
 class Execution:
-    """A pipeline on the devices of a program."""
+    """A pipeline on the devices of a program: `routes` are what every stage does in every tick."""
 
-    stages: Stages
-    pipe: Pipe
-    passes: Sequence[Pass | None]
-    arrays: Sequence[Arrays]
-
-    @functools.cached_property
-    def routes(self) -> Routes:
-        """What every stage does in every tick."""
-        return route(self.pipe.schedule, self.pipe.layers, self.pipe.seconds)
+    def __init__(self, stages: Stages, pipe: Pipe, machine: Callable[..., Machine]):
+        self.stages, self.pipe, self.machine = stages, pipe, machine(self.loop)
+        self.routes = route(pipe.schedule, pipe.layers, pipe.seconds)
 
     def run(self) -> Arrays:
         """What this device has of the results."""
         (messages, residuals, pending), count = self.routes.slots, self.pipe.schedule.microbatches
-        machine = Machine(self.passes, self.arrays, self.loop)
+        machine = self.machine
 
         def tick(state: State, row: Row) -> tuple[State, None]:
             """One operation, then what it hands on, to neighbours or to itself."""
             state = state._replace(message=all_at(state.inbox, row.inbox))
             state = machine.scored(row, machine.forward(row, state))
-            state = state if machine.forward_only else machine.backward(row, state)
+            state = state if machine.passes[1] is None else machine.backward(row, state)
             inbox = state.inbox
             for channel, slot in enumerate(row.receive):
                 inbox = put(inbox, self.handed_on(state.message, channel, row.sends[channel]), slot)
             return state._replace(inbox=inbox), None
 
-        end, _ = lax.scan(tick, machine.start((messages + 1, residuals, pending), count), self.rows)
+        start = machine.start((messages + 1, residuals, pending), count)
+        end, _ = lax.scan(tick, start, self.rows())
         return machine.results(end, count)
 
     def loop(
@@ -270,7 +249,6 @@ class Execution:
         with Ticks(tuple(own), {1 << n: count for n, count in enumerate(counts)}).scope():
             return lax.switch(number, [functools.partial(permute, pairs) for pairs in sets], sent)
 
-    @functools.cached_property
     def rows(self) -> Row:
         """The table of this device's stage, a row for each tick."""
         leaves, tree = jax.tree.flatten(self.routes.rows)
@@ -310,7 +288,8 @@ def _partition(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], _: list[Sharding]
     ]
     chunks = (pipe.schedule.chunks, max(pipe.layers))
     arrays[2] = [w.reshape(*chunks, *w.shape[1:]) for w in arrays[2]]
-    found = iter(Execution(stages, pipe, (ahead, behind, late, head), arrays).run())
+    machine = functools.partial(Machine, (ahead, behind, late, head), arrays)
+    found = iter(Execution(stages, pipe, machine).run())
     scores = head.kinds[: len(head.kinds) - len(gradients)] if head else ()
     sums_of, leaving = late.kinds if late else (), gradients if head else inputs
     rows = pipe.schedule.microbatches

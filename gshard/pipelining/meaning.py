@@ -21,8 +21,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from gshard._jax import ad, batching, mlir
 from gshard.graph.regions import MEANINGS
 from gshard.pipelining.passes import floats, is_float
-from gshard.pipelining.routes import EQUAL, HEAD, Row
-from gshard.pipelining.schedules import B, F, Schedule, W
+from gshard.pipelining.schedules import EQUAL, HEAD, B, F, Row, Schedule, W
 from gshard.tensors import padding
 from gshard.tensors.keys import is_key_type
 
@@ -36,7 +35,7 @@ class Pipe:
 
     `layers` are the numbers of layers at each position of the schedule. `counts` are those of the
     operands: the head's closures, closures, weights, inputs, targets and cotangents of the scores.
-    `seconds` are `routes.Seconds`, relative to each other.
+    `seconds` are `schedules.Seconds`, relative to each other.
     `numbers` are those of stages that it might have, where the program leaves that open.
     """
 
@@ -131,16 +130,11 @@ class Machine:
     arrays: Sequence[Arrays]
     loop: Callable[..., tuple[Arrays, ...]]
 
-    @property
-    def forward_only(self) -> bool:
-        """Whether there are no gradients."""
-        return self.passes[1] is None
-
     def start(self, slots: tuple[int, int, int], microbatches: int) -> State:
         """Empty slots, so many of each kind, and sums of nothing."""
         inputs = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.arrays[3]]
         ahead, behind, late, head = (found.results if found else [] for found in self.passes)
-        gradients = [] if self.forward_only else floats(inputs)
+        gradients = [] if self.passes[1] is None else floats(inputs)
         closures, (messages, residuals, pending) = len(floats(self.arrays[1])), slots
         leaving, rows = (inputs, 0) if self.passes[3] is None else (gradients, 1)
         chunks, most = self.arrays[2][0].shape[:2]
@@ -149,10 +143,10 @@ class Machine:
             _made(_unused, inputs, messages),
             _made(_unused, ahead[len(inputs) :], residuals, most),
             _made(_unused, behind[len(gradients) :] if pending else [], pending, most),
-            _made(_zeros, head[: len(head) - len(gradients)]),
-            _made(_zeros, late[:closures]),
-            _made(_zeros, late[closures:], chunks, most),
-            _made(_zeros, leaving, microbatches + rows),
+            _made(jnp.zeros, head[: len(head) - len(gradients)]),
+            _made(jnp.zeros, late[:closures]),
+            _made(jnp.zeros, late[closures:], chunks, most),
+            _made(jnp.zeros, leaving, microbatches + rows),
         )
 
     def results(self, end: State, microbatches: int) -> Arrays:
@@ -280,13 +274,9 @@ def _made(fill: Callable[..., Any], types: Sequence[Any], *count: int) -> Arrays
     return [fill((*count, *t.shape), t.dtype) for t in types]
 
 
-def _zeros(shape: Sequence[int], dtype: Any) -> jax.Array:
-    return lax.full(tuple(shape), 0, dtype)
-
-
 def _unused(shape: Sequence[int], dtype: Any) -> jax.Array:
     """What nothing reads before it is written."""
-    return _zeros(shape, dtype) if is_key_type(dtype) else padding.filled(shape, dtype)
+    return lax.full(shape, 0, dtype) if is_key_type(dtype) else padding.filled(shape, dtype)
 
 
 pipeline_p = Primitive("pipeline")
@@ -312,7 +302,7 @@ def run(*flat: Any, pipe: Pipe, bodies: Bodies) -> list[Any]:
     def step(state: State, number: Any) -> tuple[State, None]:
         row = Row(0, 0, number, 1, 0, 0, 0, 0, last + 1, number)
         state = machine.scored(row, machine.forward(row, state))
-        return state if machine.forward_only else machine.backward(row, state), None
+        return state if machine.passes[1] is None else machine.backward(row, state), None
 
     end, _ = lax.scan(step, machine.start((1, 1, 0), count), np.arange(count))
     if not pipe.is_staged:  # a row that is there again has no gradient

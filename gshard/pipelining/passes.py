@@ -9,14 +9,14 @@ kept. No product is computed twice, and what `jax.checkpoint` says of residuals 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from gshard._jax import drop_unused
-from gshard.graph.evaluate import bind, evaluate
+from gshard.graph.evaluate import bind, evaluate, rebuilt
 from gshard.graph.graph import inputs_of, needed_for
 from gshard.graph.kinds import PRODUCTS
 from gshard.graph.regions import bodies, called
@@ -116,8 +116,7 @@ def _inlined(program: ClosedJaxpr) -> ClosedJaxpr:
             body = called(eqn)
             return bind(eqn, values) if body is None else evaluate(body, values, interpret)
 
-    run = lambda *args: evaluate(program, args, interpret)  # noqa: E731
-    return jax.make_jaxpr(run)(*_structs(program.in_avals))
+    return cast("ClosedJaxpr", rebuilt(program, interpret))
 
 
 def _program(

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gshard.pipelining.routes import HEAD, LOCAL, route
-from gshard.pipelining.schedules import IDLE, NAMES, B, F, W, forward_only, make
+from gshard.pipelining.schedules import HEAD, IDLE, LOCAL, NAMES, B, F, W, forward_only, make, route
 
 
 def layers_of(op, here, halves):
