@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import gshard
+
+
+def _tags(*which: str) -> list[str]:
+    done = subprocess.run(["git", "tag", *which], capture_output=True, cwd=Path(__file__).parent)
+    return done.stdout.decode().split()
+
 
 project = "gshard"
 author = "The gshard authors"
@@ -43,11 +51,12 @@ if repository := _urls.get("Repository"):
         "use_repository_button": True,
         "launch_buttons": {"colab_url": "https://colab.research.google.com"},
     }
-# With one of the documentation, whose versions are folders, listed in versions.json.
+# With one of the documentation, its versions are folders there, one for each tag, and a list of
+# them is built next to the site: build/versions.json, to be put where the folders are.
 if documentation := _urls.get("Documentation"):
     html_theme_options["switcher"] = {
         "json_url": f"{documentation.rstrip('/')}/versions.json",
-        "version_match": release,
+        "version_match": release if f"v{release}" in _tags("--points-at", "HEAD") else "dev",
     }
     html_theme_options["primary_sidebar_end"] = ["version-switcher"]
 copybutton_prompt_text = "$ "
@@ -91,6 +100,27 @@ def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
     lines[:] = made
 
 
+def versions(tags: list[str], address: str) -> list[dict[str, Any]]:
+    """The list that the site's menu of versions reads: releases, the newest first, and dev."""
+    numbers = [re.fullmatch(r"v(\d+)\.(\d+)\.(\d+)", tag) for tag in tags]
+    released = sorted((tuple(map(int, n.groups())) for n in numbers if n), reverse=True)
+    names = [".".join(map(str, number)) for number in released]
+    found: list[dict[str, Any]] = [
+        {"name": name, "version": name, "url": f"{address.rstrip('/')}/{name}/"}
+        for name in (*names, "dev")
+    ]
+    found[0]["preferred"] = True  # others say that it is newer
+    return found
+
+
+def list_versions(app: Any, error: Exception | None) -> None:
+    """Write versions.json, if the documentation has an address."""
+    if error is None and documentation:
+        listed = json.dumps(versions(_tags(), documentation), indent=1)
+        Path(app.outdir).with_name("versions.json").write_text(listed)
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", as_rst, priority=100)  # before napoleon's
+    app.connect("build-finished", list_versions)

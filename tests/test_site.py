@@ -5,6 +5,7 @@ import functools
 import http.server
 import json
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -64,6 +65,23 @@ def test_every_page_is_on_the_site():
         path = page.relative_to(ROOT / "docs").with_suffix("")
         if str(path) not in ("index", "README"):
             assert f"\n{path.parent}/*\n" in index or f"\n{path}\n" in index, path
+
+
+def test_the_list_of_versions_is_that_of_the_tags():
+    conf = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    tags = ["v1.9.0", "nightly", "v1.10.0", "v2.0.0rc1", "v0.9.1"]
+    found = conf["versions"](tags, "https://docs.example.org/")
+    assert [version["name"] for version in found] == ["1.10.0", "1.9.0", "0.9.1", "dev"]
+    assert found[0]["url"] == "https://docs.example.org/1.10.0/"
+    assert [version.get("preferred") for version in found] == [True, None, None, None]
+    assert conf["versions"]([], "https://docs.example.org") == [
+        {
+            "name": "dev",
+            "version": "dev",
+            "url": "https://docs.example.org/dev/",
+            "preferred": True,
+        }
+    ]
 
 
 def test_pages_say_what_needs_a_checkout():
