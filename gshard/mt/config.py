@@ -12,13 +12,16 @@ import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from gshard.mt import atomic
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.errors import UserError, nearest
-from gshard.nn.config import TransformerConfig
+from gshard.nn.config import LARGEST, Count, Dropped, Positive, SettingBounds, TransformerConfig
+
+_INFINITE = float("inf")
+_Amount = Annotated[float, SettingBounds(0, _INFINITE)]
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class DataConfig:
 
     corpus: str = "corpus"  # the folder of a gathered corpus
     vocabulary: str = ""  # the folder of finished vocabularies; trained if empty
-    workers: int = 0  # processes that read ahead; 0 is threads
+    workers: Count = 0  # processes that read ahead; 0 is threads
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,11 @@ class OptimizerConfig:
     """
 
     name: Literal["adafactor", "adam"] = "adafactor"
-    learning_rate: float = 1.0
-    warmup: int = 10_000
-    rise: int = 0
-    fall: int = 0
-    end: int = 0  # the step at which the rate is 0; never, if 0
+    learning_rate: Annotated[float, SettingBounds(0, 1e6)] = 1.0
+    warmup: Positive = 10_000
+    rise: Count = 0
+    fall: Count = 0
+    end: Count = 0  # the step at which the rate is 0; never, if 0
     fused: bool = False
 
     def begins_to_fall(self) -> float:
@@ -59,16 +62,16 @@ class OptimizerConfig:
 class TrainConfig:
     """How long, how often, and when to stop."""
 
-    steps: int = 10_000
-    minutes: float = 0.0  # stop after so long, to be resumed; 0 is no limit
-    seed: int = 0
-    label_smoothing: float = 0.1
-    log_every: int = 20
-    save_every: int = 500  # a checkpoint, and the loss on dev text with it
-    dev_batches: int = 8
-    keep: int = 2  # the newest checkpoints, and the best beside them
-    spike: float = 6.0  # a loss so many deviations above its mean is not learned from
-    patience: int = 20  # updates left out in a row before training gives up
+    steps: Positive = 10_000
+    minutes: _Amount = 0.0  # stop after so long, to be resumed; 0 is no limit
+    seed: Count = 0
+    label_smoothing: Dropped = 0.1
+    log_every: Positive = 20
+    save_every: Positive = 500  # a checkpoint, and the loss on dev text with it
+    dev_batches: Count = 8
+    keep: Positive = 2  # the newest checkpoints, and the best beside them
+    spike: _Amount = 6.0  # a loss so many deviations above its mean is not learned from
+    patience: Positive = 20  # updates left out in a row before training gives up
 
 
 @dataclass(frozen=True)
@@ -77,17 +80,17 @@ class DistillConfig:
 
     teacher: str = ""  # its folder; its vocabularies are this run's too. Empty: no teacher
     checkpoint: str = "best"  # or last, or a step
-    share: float = 0.8  # of the loss that is by the teacher's probabilities
+    share: Annotated[float, SettingBounds(0, 1)] = 0.8  # of the loss, by its probabilities
 
 
 @dataclass(frozen=True)
 class DeviceConfig:
     """How the model is spread over devices."""
 
-    count: int = 0  # 0: every accelerator, or 8 virtual devices on a machine without
-    tensor: int = 1  # how many ways the hidden dims and heads are split
-    stages: int = 1  # both stacks as pipelines: each stage has its layers, on its devices
-    microbatches: int = 0  # of a batch, with stages; 0: twice as many as stages
+    count: Count = 0  # 0: every accelerator, or 8 virtual devices on a machine without
+    tensor: Positive = 1  # how many ways the hidden dims and heads are split
+    stages: Positive = 1  # both stacks as pipelines: each stage has its layers, on its devices
+    microbatches: Count = 0  # of a batch, with stages; 0: twice as many as stages
     split_update: bool = False  # optimizer state of replicated weights in pieces
     layout: Literal["paper", "auto"] = "paper"  # groups and experts split, or chosen (layout.json)
 
@@ -108,36 +111,14 @@ class RunConfig:
     reproducible: bool = False  # the same bits on any number of devices
 
     def __post_init__(self) -> None:
-        for name, value, _ in settings(self):
+        for name, value, kind in settings(self):
             if not isinstance(value, int | float) or isinstance(value, bool):
                 continue
-            least, most = _BOUNDS.get(name, (-_LARGEST, _LARGEST))
+            least, most = getattr(kind, "__metadata__", [(-LARGEST, LARGEST)])[0]
             if not least <= value <= most:  # nan too
                 end = "" if most == _INFINITE else f" and at most {most:,}"
                 raise ValueError(f"{name} is {value:,}; it must be at least {least:,}{end}")
 
-
-_INFINITE = float("inf")
-_LARGEST = 2**31 - 1  # of dims, counts and seeds, which become numbers of 32 bits
-# What settings may be where their type allows more: at least, at most, and which.
-_LIMITS = (
-    (1, _LARGEST, "train.steps train.log_every train.save_every train.keep train.patience"),
-    (1, _LARGEST, "optimizer.warmup devices.tensor model.model_dim model.hidden_dim model.heads"),
-    (1, _LARGEST, "model.key_dim model.value_dim model.expert_hidden_dim model.groups"),
-    (1, _LARGEST, "model.loss_chunks model.gating.min_capacity devices.stages"),
-    (0, _INFINITE, "train.minutes train.spike batch.temperature vocabulary.temperature"),
-    (0, _LARGEST, "train.dev_batches optimizer.rise optimizer.fall optimizer.end devices.count"),
-    (0, _LARGEST, "data.workers model.experts model.shared_hidden_dim model.first_position"),
-    (0, _LARGEST, "model.encoder_layers model.decoder_layers devices.microbatches"),
-    (0, 1e12, "model.gating.capacity_factor model.gating.eval_capacity_factor"),
-    (0, 0.999, "train.label_smoothing model.input_dropout model.residual_dropout"),
-    (0, 0.999, "model.attention_dropout model.expert_dropout"),
-    (0, 1, "distill.share"),
-    (0, 1e6, "optimizer.learning_rate"),
-    (0, 2**62, "model.remat"),  # bytes
-    (0, _LARGEST, "train.seed batch.seed vocabulary.seed"),
-)
-_BOUNDS = {name: (least, most) for least, most, names in _LIMITS for name in names.split()}
 
 # What may change when a run is resumed: nothing that the losses depend on. (Another number of
 # devices adds in another order, unless the run is `reproducible`: the last bits of a sum differ.)
@@ -155,7 +136,7 @@ _FILLED_IN = ("model.source_vocab", "model.target_vocab")
 
 def settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted name, value, type) of every setting."""
-    hints = typing.get_type_hints(type(config))
+    hints = typing.get_type_hints(type(config), include_extras=True)
     for each in dataclasses.fields(config):
         name, value = prefix + each.name, getattr(config, each.name)
         if dataclasses.is_dataclass(value):
@@ -191,6 +172,8 @@ def _replaced(config: Any, path: Sequence[str], value: Any) -> Any:
 
 def _parsed(text: str, kind: Any) -> Any:
     """A value of type `kind` from its text; a ValueError says what is allowed."""
+    if typing.get_origin(kind) is Annotated:  # bounds are for the configuration to check
+        kind = typing.get_args(kind)[0]
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         for part in parts:

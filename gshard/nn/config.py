@@ -5,15 +5,14 @@ Batches of sentence pairs, shapes of weights, arithmetic of a step, rematerializ
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from jax import Array
 
     from gshard.nn.strategy import Strategy
-from collections.abc import Callable, Iterator
-from typing import get_args
 
 AttentionKind = Literal["plain", "flash"]
 Dispatch = Literal["einsum", "index", "flat", "dropless"]
@@ -22,6 +21,20 @@ Products = Literal["dtype", "float8"]
 Random = Literal["threefry", "hash"]
 
 EPSILON = 1e-6  # added to the variance by layer normalization
+LARGEST = 2**31 - 1  # of dims, counts and seeds, which become numbers of 32 bits
+
+
+class SettingBounds(NamedTuple):
+    """The least and the most that a setting may be, where its type allows more."""
+
+    least: float
+    most: float
+
+
+Positive = Annotated[int, SettingBounds(1, LARGEST)]
+Count = Annotated[int, SettingBounds(0, LARGEST)]
+Dropped = Annotated[float, SettingBounds(0, 0.999)]  # a share
+Factor = Annotated[float, SettingBounds(0, 1e12)]
 
 
 @dataclass(frozen=True)
@@ -37,9 +50,9 @@ class GatingConfig:
     """
 
     top_k: Literal[1, 2] = 2
-    capacity_factor: float = 2.0
-    eval_capacity_factor: float = 2.0
-    min_capacity: int = 1
+    capacity_factor: Factor = 2.0
+    eval_capacity_factor: Factor = 2.0
+    min_capacity: Positive = 1
     second_expert: Literal["random", "all", "sampling"] = "random"
     aux_coefficient: float = 0.01
     z_coefficient: float = 0.0
@@ -105,36 +118,36 @@ class TransformerConfig:
 
     source_vocab: int
     target_vocab: int
-    encoder_layers: int
-    decoder_layers: int
-    model_dim: int
-    hidden_dim: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    experts: int = 0
+    encoder_layers: Count
+    decoder_layers: Count
+    model_dim: Positive
+    hidden_dim: Positive
+    heads: Positive
+    key_dim: Positive
+    value_dim: Positive
+    experts: Count = 0
     experts_in: Stacks = "both"
-    expert_hidden_dim: int | None = None
-    groups: int | None = None
+    expert_hidden_dim: Annotated[int | None, SettingBounds(1, LARGEST)] = None
+    groups: Annotated[int | None, SettingBounds(1, LARGEST)] = None
     gating: GatingConfig = PAPER_GATING
     dispatch: Dispatch = "index"
-    input_dropout: float = 0.1
-    residual_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    expert_dropout: float = 0.0
-    shared_hidden_dim: int = 0
+    input_dropout: Dropped = 0.1
+    residual_dropout: Dropped = 0.1
+    attention_dropout: Dropped = 0.1
+    expert_dropout: Dropped = 0.0
+    shared_hidden_dim: Count = 0
     biases: bool = False
-    first_position: int = 0
+    first_position: Count = 0
     experts_every: int = 2
     dtype: Literal["float32", "bfloat16"] = "float32"
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     products: Products = "dtype"
     exchange: Exchange = "dtype"
-    remat: Remat | int = "none"
+    remat: Annotated[Remat | int, SettingBounds(0, 2**62)] = "none"  # or bytes
     stacked: bool = True
     attention: AttentionKind = "plain"
     random: Random = "threefry"
-    loss_chunks: int = 1
+    loss_chunks: Positive = 1
 
     def __post_init__(self) -> None:
         if self.encoder_layers % 2 or self.decoder_layers % 2:

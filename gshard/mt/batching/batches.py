@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from gshard.mt.batching.tokenizer import temperature_shares
 from gshard.mt.batching.tokens import TaskTokens
 from gshard.mt.errors import UserError
 from gshard.mt.launch.status import belong_to_parent
+from gshard.nn.config import Count, SettingBounds
 
 SHORT = 4  # examples with fewer English words than this are down-weighted
 Draw = tuple[int, int]  # a task's number and an example's
@@ -154,9 +155,9 @@ class BatchConfig:
     rows: int = 32  # of all hosts together
     source_length: int = 64
     target_length: int = 36  # English needs fewer tokens than most languages
-    temperature: float = 5.0
+    temperature: Annotated[float, SettingBounds(0, math.inf)] = 5.0
     short_weight: float = 0.3  # of a short example, where a long one weighs 1
-    seed: int = 0
+    seed: Count = 0
     languages: bool = False  # add an array that says which task each source token belongs to
 
     def __post_init__(self) -> None:

@@ -16,13 +16,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import sentencepiece
 
 from gshard.mt import atomic
 from gshard.mt.errors import UserError, nearest
+from gshard.nn.config import Count, SettingBounds
 
 if TYPE_CHECKING:
     from gshard.mt.data.corpus import Corpus
@@ -41,9 +42,9 @@ class VocabularyConfig:
     source_size: int = 16_000
     target_size: int = 8_000
     directions: str = "to-english"
-    temperature: float = 5.0
+    temperature: Annotated[float, SettingBounds(0, float("inf"))] = 5.0
     sentences: int = 1_000_000  # at most so many of each side
-    seed: int = 0
+    seed: Count = 0
     languages: tuple[str, ...] = ()  # all, unless named
 
     def __post_init__(self) -> None:

@@ -150,7 +150,7 @@ def ruined(state):
 
 @pytest.mark.slow
 def test_weights_that_are_not_finite_are_never_saved(half, monkeypatch):
-    """The checkpoints before stay; the status is an error; --from goes back."""
+    """The checkpoints before stay; the status is an error; --checkpoint goes back."""
     before = Checkpoints(half.folder, read_only=True).steps
     step = Programs.step
 
@@ -159,7 +159,7 @@ def test_weights_that_are_not_finite_are_never_saved(half, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Programs, "step", harm)
-        with pytest.raises(UserError, match=r"not finite.*--from 12"):
+        with pytest.raises(UserError, match=r"not finite.*--checkpoint 12"):
             train(half, Notes())
     assert Checkpoints(half.folder, read_only=True).steps == before
     outcome = train(half, Notes(), back_to=8)
