@@ -1,13 +1,14 @@
 """The choice of the cheapest way to run each operator of a program.
 
 The price looks one step ahead: an operand that is already available under the sharding that a way
-takes costs nothing, and neither does one that a later operator moves there anyway, or a view of it.
+takes costs nothing, and neither does one that a later operator moves there anyway.
 Each later reader is priced by the same function, with what is available now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
@@ -26,26 +27,20 @@ from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
 
+@dataclass(eq=False)
 class Choice:
     """Chooses how the equations of one program or body run, each when its operands are known."""
 
-    def __init__(
-        self,
-        found: Propagated,
-        uses: Uses,
-        unreduced: Mapping[Any, float],
-        mover: Mover,
-        memory_limit: int,
-    ):
-        self.found = found
-        self.uses = uses
-        self.unreduced = unreduced  # variables that may stay so; share of the reduction to pay
-        self.mover = mover
-        self.memory_limit = memory_limit
-        self.now = 0  # the place of the equation that runs
-        self.tiles: Mapping[Any, Tile] = {}  # of the variables that are known by then
-        self.needed: dict[Any, list[tuple[int, Sharding]]] = {}  # by later readers of a value
-        self.sliced: dict[Any, Sharding] = {}  # for all slices of a variable
+    found: Propagated
+    uses: Uses
+    unreduced: Mapping[Any, float]  # variables that may stay so; share of the reduction to pay
+    mover: Mover
+    memory_limit: int
+    now: int = 0  # the place of the equation that runs
+    tiles: Mapping[Any, Tile] = field(default_factory=dict)  # of variables known by then
+    # By later readers of a value; for all slices of a variable
+    needed: dict[Any, list[tuple[int, Sharding]]] = field(default_factory=dict)
+    sliced: dict[Any, Sharding] = field(default_factory=dict)
 
     def cheapest(
         self, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
@@ -125,17 +120,8 @@ class Choice:
         return Shares(of_sum, uses, narrow, tuple(forms))
 
     def _forms_later(self, var: Any, tile: Tile) -> Iterator[Sharding]:
-        """The shardings to which later operators move a value, or a view of it."""
-        if isinstance(var, Literal):
-            return
-        yield from self._moved_later(var, tile)
-        other = self.uses.view_of(var)
-        for view in self.mover.views(tile)[:1] if other is not None else ():
-            yield from view.local_forms(self._moved_later(other, view.operands[0]))
-
-    def _moved_later(self, var: Any, tile: Tile) -> Iterator[Sharding]:
-        """The same without views."""
-        users = self.uses.users(var)
+        """The shardings to which later operators move a value."""
+        users = [] if isinstance(var, Literal) else self.uses.users(var)
         numbers, now = self.uses.numbers, self.now
         if not users or numbers[users[-1]] <= now or tile.sharding.is_replicated:
             return

@@ -177,7 +177,7 @@ class Decider(Walk):
     ) -> Decisions:
         """The decisions for a body that is entered with these unreduced values."""
         trial, known = Decisions(known=self.decisions.known), self.found.shardings
-        inner = Decider(self.place, self.found, self.memory_limit, self.strict, None, trial)
+        inner = Decider(self.place, self.found, self.memory_limit, self.strict, trial)
         tiles = [
             Tile.blank(carried.get(v, known[v]), tuple(v.aval.shape), v.aval.dtype)
             for v in closed.jaxpr.invars

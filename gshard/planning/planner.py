@@ -6,7 +6,7 @@ program. Each operator's rule is ordinary `lax` code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -14,7 +14,6 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from gshard._jax import without_mesh
 from gshard.graph.regions import Loop
 from gshard.graph.source import on_behalf_of
-from gshard.moving.seen import Seen
 from gshard.planning.decide import Decider
 from gshard.planning.walk import Walk
 from gshard.propagation.propagate import Propagated
@@ -26,22 +25,11 @@ from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
 
-def partition(
-    jaxpr: Jaxpr, found: Propagated, memory_limit: int, strict: bool, seen: Seen
-) -> Callable[[Place, Sequence[Tile]], list[Tile]]:
-    """The per-device program: from tiles of its constants and arguments to tiles of its results.
-
-    Which variables of it hold which values of `jaxpr` is noted in `seen`.
-    """
-
-    def local(place: Place, tiles: Sequence[Tile]) -> list[Tile]:
-        return Planner(place, found, memory_limit, strict, seen).run(jaxpr, tiles)
-
-    return local
-
-
 class Planner(Walk):
-    """Runs a program on tiles, with the shardings that propagation found, in the ways decided."""
+    """Runs a program on tiles, with the shardings that propagation found, in the ways decided.
+
+    Which variables of the per-device program hold which values is noted in `seen`.
+    """
 
     def on(self, place: Place, shardings: Mapping[Any, Sharding]) -> Planner:
         """A planner for other devices and another program."""
@@ -58,10 +46,10 @@ class Planner(Walk):
         """Decide, if that was not done with the program around it."""
         if jaxpr not in self.decisions.shares:
             blank, limit = [t.without_elements() for t in tiles], self.memory_limit
-            first = Decider(self.place, self.found, limit, self.strict, None, self.decisions)
+            first = Decider(self.place, self.found, limit, self.strict, self.decisions)
             first.run(jaxpr, blank, leaving)
         self.unreduced = self.decisions.shares[jaxpr]
-        self.mover.seen.made(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
+        self.seen.made(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
 
     def cheapest(
         self, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
@@ -94,5 +82,5 @@ class Planner(Walk):
         """The results of one equation, on behalf of the user's line."""
         with on_behalf_of(eqn):
             results = super().equation(number, eqn, tiles, targets)
-        self.mover.seen.made(zip(eqn.outvars, results, strict=True))
+        self.seen.made(zip(eqn.outvars, results, strict=True))
         return results

@@ -54,35 +54,30 @@ class Decisions:
     runs: int = 1
 
 
+@dataclass(eq=False)
 class Walk(ABC):
     """What both walks have in common; rules see it as their `Context`."""
 
-    def __init__(
-        self,
-        place: Place,
-        found: Propagated,
-        memory_limit: int,
-        strict: bool = False,
-        seen: Seen | None = None,
-        decisions: Decisions | None = None,
-    ):
-        self.place = place
-        self.found = found
-        self.memory_limit = memory_limit
-        self.strict = strict  # whether a primitive without a rule is an error
-        self.mover = Mover(place, Seen() if seen is None else seen)
-        self.unreduced: Mapping[Any, float] = NOTHING
-        self.control: Any = lax
+    place: Place
+    found: Propagated
+    memory_limit: int
+    strict: bool = False  # whether a primitive without a rule is an error
+    decisions: Decisions = field(default_factory=Decisions)
+    seen: Seen = field(default_factory=Seen)
+    unreduced: Mapping[Any, float] = field(default_factory=dict)
+    control: Any = lax
+    literals: dict[Any, Tile] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mover = Mover(self.place, self.seen)
         self.uses: Uses  # of the program or body that runs
         self.tiles: dict[Any, Tile]  # of its variables that are known by then
-        self.decisions = Decisions() if decisions is None else decisions
-        self.literals: dict[Any, Tile] = {}
         self.weakly = weakref.proxy(self)  # it is freed together with what it remembers
 
     def inner(self) -> Self:
         """The walk over a body: it may use values available outside; what it adds stays inside."""
-        place, seen = self.place.inner(), self.mover.seen
-        inner = type(self)(place, self.found, self.memory_limit, self.strict, seen, self.decisions)
+        given = (self.found, self.memory_limit, self.strict, self.decisions, self.seen)
+        inner = type(self)(self.place.inner(), *given)
         inner.mover.available = self.mover.available.inner()
         return inner
 

@@ -7,8 +7,8 @@ are resharded at the loop's border.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,77 +25,53 @@ from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, byte_size
 
 
-@dataclass(frozen=True)
-class _TiledScan:
-    """A scan on tiles: its body, constants, carries and scanned inputs.
-
-    The results of the body with the numbers in `sums` may be unreduced, and pay that share.
-    """
-
-    closed: ClosedJaxpr
-    consts: list[Tile]
-    carry: list[Tile]
-    xs: list[Tile]
-    sums: Mapping[int, float]
-
-    def run_once(
-        self, ctx: Context, carried: Sequence[jax.Array], slices: Sequence[jax.Array]
-    ) -> list[Tile]:
-        """The results of the body."""
-        arguments = [
-            *self.consts,
-            *(t.holding(a) for a, t in zip(carried, self.carry, strict=True)),
-            *(
-                Tile(a, replace(t.sharding, splits=t.sharding.splits[1:]), t.shape[1:])
-                for a, t in zip(slices, self.xs, strict=True)
-            ),
-        ]
-        return ctx.run_body(self.closed, arguments, self.sums)
-
-
 @region(p.scan_p, doc=Doc(free="as its body", gather="the dim it runs over: AllGather"))
 def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    params, scan = eqn.params, Loop.of(eqn)
+    params, scan, reason = eqn.params, Loop.of(eqn), Reason("operand", "scan")
     assert scan is not None
     (closed,), n_carry, first_xs = scan.bodies, scan.carry, scan.consts + scan.carry
-    body = closed.jaxpr
+    body, length = closed.jaxpr, params["length"]
     ready = [
-        ctx.reshard(t, w if i < first_xs else _stacked(w), Reason("operand", "scan"))
+        ctx.reshard(t, w if i < first_xs else _stacked(w), reason)
         for i, (t, w) in enumerate(zip(tiles, map(ctx.sharding, body.invars), strict=True))
     ]
-    carry, found = ready[scan.consts : first_xs], ctx.carried(scan)
+    consts, carry, xs = ready[: scan.consts], ready[scan.consts : first_xs], ready[first_xs:]
+    found = ctx.carried(scan)
     for i, here in found.forms.items():
-        start = moved_to(ctx, carry[i], here, Reason("operand", "scan"))
-        carry[i] = replace(start, origin=found.origins[i])
-    loop = _TiledScan(closed, ready[: scan.consts], carry, ready[first_xs:], found.sums)
+        carry[i] = replace(moved_to(ctx, carry[i], here, reason), origin=found.origins[i])
     made: list[Tile] = []
 
     def step(
         carried: Sequence[jax.Array], slices: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         inner = ctx.inner()
-        results = loop.run_once(inner, carried, slices)
+        entering = [t.holding(a) for a, t in zip(carried, carry, strict=True)]
+        rows = [
+            Tile(a, replace(t.sharding, splits=t.sharding.splits[1:]), t.shape[1:])
+            for a, t in zip(slices, xs, strict=True)
+        ]
+        results = inner.run_body(closed, [*consts, *entering, *rows], found.sums)
         after = [
             moved_to(inner, r, c.sharding, Reason("carried value", "scan"))
-            for r, c in zip(results[:n_carry], loop.carry, strict=True)
+            for r, c in zip(results[:n_carry], carry, strict=True)
         ]
         made[:] = [
-            _summed_if_large(inner, r, v, params["length"])
+            _summed_if_large(inner, r, v, length)
             for r, v in zip(results[n_carry:], body.outvars[n_carry:], strict=True)
         ]
         return [t.array for t in after], [t.array for t in made]
 
     last, stacked = ctx.control.scan(
         step,
-        [t.array for t in loop.carry],
-        [t.array for t in loop.xs],
-        length=params["length"],
+        [t.array for t in carry],
+        [t.array for t in xs],
+        length=length,
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    finished = [t.holding(a) for a, t in zip(last, loop.carry, strict=True)]
+    finished = [t.holding(a) for a, t in zip(last, carry, strict=True)]
     return finished + [
-        Tile(a, _stacked(t.sharding), (params["length"], *t.shape), t.origin)
+        Tile(a, _stacked(t.sharding), (length, *t.shape), t.origin)
         for a, t in zip(stacked, made, strict=True)
     ]
 

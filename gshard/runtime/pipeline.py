@@ -27,12 +27,14 @@ from gshard.moving.costs import GENERIC_COSTS, use_cost_model
 from gshard.moving.seen import Seen
 from gshard.planning.improve import FINAL_PASSES, PASSES
 from gshard.planning.plan import Plan, plan_note
-from gshard.planning.planner import partition
+from gshard.planning.planner import Planner
 from gshard.propagation.stage import Known, shard
 from gshard.runtime.options import Options
 from gshard.runtime.ports import Arrangement, arrange
 from gshard.runtime.program import Program, XlaSettings
+from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
 
 _FREEZING = threading.Lock()
 
@@ -57,7 +59,11 @@ def lower(
         with _planning(options, order):
             flat, found = shard(flat, known, options.variant.rewrites, history)
             seen = Seen()
-            local = partition(flat.jaxpr, found, limit, options.strict, seen)
+
+            def local(place: Place, tiles: Sequence[Tile]) -> list[Tile]:
+                planner = Planner(place, found, limit, options.strict, seen=seen)
+                return planner.run(flat.jaxpr, tiles)
+
             arranged = arrange(local, flat, found, captured, order, mesh, seen)
             history.add("plan", arranged.plan.jaxpr, plan_note)
             improved = history.run(PASSES, arranged.plan.jaxpr, plan_note)
