@@ -314,16 +314,12 @@ class ModelBuilder:
             self.operators[own] = edge.eqn
         if self.copies.is_large(priced.waiting.max()):
             self.waiting.append((own, place, priced.waiting))
-        self.add_operator(edge, own, shares)
         for number, (node, table) in enumerate(zip(nodes, priced.tables, strict=True)):
             if node >= 0 and table is not None:
                 if number < len(read):
                     self.add_operand(edge, read[number], own, table)
                 else:
                     self.edges.append((own, node, table))
-
-    def add_operator(self, edge: Edge, node: int, shares: Shares) -> None:
-        """Add what an operator costs beside its price."""
 
     def add_operand(self, edge: Edge, number: int, reader: int, table: Floats) -> None:
         """An operator that reads a tensor itself, or a copy that it shares with others."""

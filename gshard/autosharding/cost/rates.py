@@ -170,9 +170,8 @@ def distinct_meshes(machine: Hardware, devices: int) -> list[MeshShape]:
 class LowerBoundRates(MeshRates):
     """Collectives along the axes of a mesh: the least latency, and the fewest seconds per byte.
 
-    A collective of more than `largest` bytes, or one that exchanges, has a latency of its own.
-    Others may be combined, and pay together (`reducing`, `gathering`). With no such limit
-    (infinite), nothing has a latency of its own.
+    A collective of more than `largest` bytes, or one that exchanges, has a latency of its own;
+    others may be combined. With no such limit (infinite), nothing has one.
     """
 
     def __init__(self, hardware: Hardware, mesh: MeshShape, largest: float) -> None:
@@ -207,38 +206,15 @@ class LowerBoundRates(MeshRates):
         sent = size * self._scattering(every) + (left * self._scattering(kept) if kept else 0.0)
         return sent + float(self._min_latency(kind, every, np.array(size), partial.share))
 
-    def reducing(self, partial: PartialSum) -> float:
-        """Seconds to start a sum that may be combined with others; 0 of others, and of those that
-        may be postponed."""
-        size, every = self._tile(partial), self._nontrivial_axes(partial)
-        if not every or partial.share < 1.0 or size > self.largest:
-            return 0.0
-        return self._starting("reduce_scatter", every)
-
     @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
-    def gathering(self, axes: Axes) -> float:
-        """Seconds to start what replicates a small value along some axes: with an AllGather, as a
-        part of an AllReduce, or with permutations that double the copies each time."""
-        if not axes:
-            return 0.0
-        more = self._starting("all_reduce", axes) - self._starting("reduce_scatter", axes)
-        doubled = math.ceil(math.log2(math.prod(self.mesh[a] for a in axes)))
-        permuted = doubled * self._permuting[1]
-        return max(0.0, min(self._starting("all_gather", axes), more, permuted))
-
-    def _starting(self, kind: str, axes: Axes) -> float:
-        """The least latency along some axes."""
-        return self._in_steps(kind, axes, 1, 0, shrinks=False)
-
-    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
-    def _in_steps(self, kind: str, axes: Axes, size: int, term: int, shrinks: bool) -> float:
-        """The least of one of the `terms` along some axes, in any number of steps; a step may leave
-        a part to the next one, one for each of its devices."""
+    def _per_byte(self, kind: str, axes: Axes, shrinks: bool) -> float:
+        """The fewest seconds per byte along some axes, in any number of steps; a step may leave a
+        part to the next one, one for each of its devices."""
         found = []
         for part in _parts(axes):
-            later = self._in_steps(kind, _without(axes, part), size, term, shrinks)
+            later = self._per_byte(kind, _without(axes, part), shrinks)
             parts = math.prod(self.mesh[a] for a in part) if shrinks else 1
-            found.append(self.terms(kind, part, size)[term] + later / parts)
+            found.append(self.terms(kind, part, _LARGE)[1] + later / parts)
         return min(found, default=0.0)
 
     def _tile(self, partial: PartialSum) -> float:
@@ -301,11 +277,11 @@ class LowerBoundRates(MeshRates):
 
     def _scattering(self, axes: Axes) -> float:
         """Seconds per byte of a ReduceScatter along some axes; of an AllGather, of its result."""
-        return self._in_steps("reduce_scatter", axes, _LARGE, 1, shrinks=True)
+        return self._per_byte("reduce_scatter", axes, shrinks=True)
 
     def _exchanging(self, axes: Axes) -> float:
         """The same of an AllToAll, per byte that a device has."""
-        return self._in_steps("all_to_all", axes, _LARGE, 1, shrinks=False)
+        return self._per_byte("all_to_all", axes, shrinks=False)
 
     @functools.cached_property
     def _permuting(self) -> tuple[float, float]:

@@ -20,20 +20,14 @@ def test_large_collectives_pay_their_latency():
         for size in (largest, largest + 8):
             partial = PartialSum((size,), 1, (NONE,), (0,))
             alike = [rates.sums(partial, spec) for rates in (alone, least)]
-            again = least.gathering((0,)) if spec == (NONE,) else 0.0
-            together = alike[1] + (least.reducing(partial) and least.reducing(partial) + again)
             assert alike[1] < alike[0] if size == largest else alike[1] == pytest.approx(alike[0])
-            assert together == pytest.approx(alike[0])
     for size in (largest, largest + 8):
         tables = [rates.reshards((size, 8), 1) for rates in (alone, least)]
         none, rows, columns = range(3)
         assert tables[1][rows, columns] == pytest.approx(tables[0][rows, columns])
         gathered = [rates.reshards((size,), 1)[1, none] for rates in (alone, least)]
-        assert (
-            gathered[1] + least.gathering((0,)) == pytest.approx(gathered[0])
-            if size == largest
-            else gathered[1] == pytest.approx(gathered[0])
-        )
+        small = size == largest
+        assert gathered[1] < gathered[0] if small else gathered[1] == pytest.approx(gathered[0])
 
 
 @pytest.mark.parametrize("name", ["h100", "tpu-v4", "cpu"])
@@ -53,8 +47,6 @@ def test_moves_along_two_axes_cost_no_more_than_one_collective_for_both(name):
                 r.sums(p, other * n) for r, p, n in zip((one, two), partial, (1, 2), strict=True)
             ]
             assert sums[1] <= sums[0] * (1 + 1e-12)
-            assert two.reducing(partial[1]) <= one.reducing(partial[0]) * (1 + 1e-12)
-    assert two.gathering((0, 1)) <= one.gathering((0,)) * (1 + 1e-12)
 
 
 def test_two_axes_that_change_places_may_be_one_permutation():
