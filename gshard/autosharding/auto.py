@@ -47,7 +47,7 @@ _ALIKE = 8
 _TIGHTENED = 10
 _LESS = 0.95
 
-# Seconds for the first mesh where nothing fits in memory yet, if the time given is too little.
+# Seconds for the first mesh, as far as there are; where nothing fits in memory yet, in any case.
 _LEAST_SOLVING = 10.0
 
 # Keywords of `gshard.jit` that have the same meaning for a part of a function's arguments.
@@ -160,7 +160,7 @@ class _Chooser:
         limits = dict.fromkeys(self._meshes(), float(self.limit))
         for number in range(_TIGHTENED):
             clock = self.budget.enter("solving")
-            if needed := not self._fits(layouts) and clock.left < _LEAST_SOLVING:
+            if (needed := not self._fits(layouts)) and clock.left < _LEAST_SOLVING:
                 clock = self._more(_LEAST_SOLVING, "solving")
             choices = self._choices(limits, clock, needed)
             if number == 0:
@@ -242,8 +242,9 @@ class _Chooser:
         """The likely model's answers on as many meshes as time allows, the cheapest first."""
         found: list[ModelAnswer] = []
         for done, (mesh, limit) in enumerate(limits.items()):
-            share = clock.part(clock.left / (len(limits) - done))
-            choice = self.model.choice(mesh, limit, share, needed and not found)
+            share = clock.left / (len(limits) - done)
+            part = clock.part(share if found else max(share, _LEAST_SOLVING))
+            choice = self.model.choice(mesh, limit, part, needed and not found)
             if choice is not None:
                 found.append(choice)
             elif found:  # those that follow have as many axes, or more

@@ -26,6 +26,7 @@ from gshard.autosharding.layout.summary import Considered
 from gshard.autosharding.solver import solve, solve_with_priced_memory
 from gshard.autosharding.solver.ilp import Result
 from gshard.autosharding.solver.problem import ROUNDING, Floats, Ints, NoAnswerError, Problem
+from gshard.autosharding.solver.search import improve
 from gshard.autosharding.traced import TracedProgram
 from gshard.capture.inside import TensorSite, places
 from gshard.forecast.hardware import Hardware
@@ -38,8 +39,6 @@ from gshard.propagation.propagate import propagate
 from gshard.tensors.sharding import Sharding
 
 DONATED = ("donate_argnums", "donate_argnames")
-
-_SWEEPS = 8  # in which operators choose again; later ones change next to nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,11 +300,11 @@ class Deviations:
     def __init__(self, model: MeshProblem, answer: Ints) -> None:
         self.model, self.answer = model, answer
         problem = model.problem
-        self.neighbours: list[list[tuple[int, Floats]]] = [[] for _ in problem.costs]
+        self.tables: list[dict[int, Floats]] = [{} for _ in problem.costs]
         for edge in problem.edges:
             table = np.minimum(edge.costs, 1e18)  # above all that is allowed, and can be added
-            self.neighbours[edge.first].append((edge.second, table))
-            self.neighbours[edge.second].append((edge.first, table.T))
+            self.tables[edge.first][edge.second] = table
+            self.tables[edge.second][edge.first] = table.T
         tensors = set(model.nodes.values())
         self.operators = [node for node in range(len(problem.costs)) if node not in tensors]
         self.best = self._costs(answer)
@@ -320,7 +319,7 @@ class Deviations:
             if number is not None and number != answer[node]:
                 different.add(var)
                 answer[node] = number
-        self._choose_operators(answer)
+        answer = self._with_operators(answer)
         extra = self._costs(answer) - self.best
         seconds, excess = float(extra.sum()) / PICO, self.model.problem.excess(answer)
         if excess > 0:
@@ -330,24 +329,13 @@ class Deviations:
     def around(self, variables: Iterable[Any]) -> set[int]:
         """The nodes of some tensors, and those next to them."""
         own = {self.model.nodes[var] for var in variables if var in self.model.nodes}
-        return own.union(*({node for node, _ in self.neighbours[each]} for each in own))
+        return own.union(*(self.tables[each].keys() for each in own))
 
-    def _choose_operators(self, answer: Ints) -> None:
-        """Let operators, and the copies that they read, choose again; `answer` is changed."""
-        costs, changed = self.model.problem.costs, set(range(len(answer)))
-        for _ in range(_SWEEPS):
-            now: set[int] = set()
-            for node in self.operators:
-                if node in changed:
-                    tables = (table[:, answer[other]] for other, table in self.neighbours[node])
-                    total = sum(tables, start=costs[node])
-                    least = int(total.argmin())
-                    if total[least] < total[answer[node]]:
-                        answer[node] = least
-                        now.update(other for other, _ in self.neighbours[node])
-            changed = now.union(*({o for o, _ in self.neighbours[node]} for node in now))
-            if not changed:
-                break
+    def _with_operators(self, answer: Ints) -> Ints:
+        """The answer in which operators, and the copies that they read, choose again."""
+        costs, random = self.model.problem.costs, np.random.default_rng(0)
+        every = [np.arange(len(own)) for own in costs]
+        return improve(self.tables, costs, answer, self.operators, every, random)
 
     def _costs(self, answer: Ints) -> Floats:
         """The cost of each node, with half of that of its edges. A forbidden pair costs as much as
