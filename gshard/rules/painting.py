@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from gshard.rules.base.rule import Context
 from gshard.tensors.painting import Mask, painted
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, rows_within
+
+Moves = tuple[Move, ...]
 
 
 class RowMap:
@@ -254,60 +257,85 @@ class Painting:
             moves = self.map.moves([n for n in layers if n.source == layer.source], dim)
         key = (key, dim, moves or (axis, base))
         array, reason, place = self._known(key), self._reason(dim), self.ctx.place
+        by = min([-m.by for m in moves], key=abs, default=base - axis.at)
         alone = axis.is_run and axis.rows > 1 and len(moves) < 2
-        hull = self._hull(layer.source, dim, base - axis.at) if alone else None
+        hull = self._hull(layer.source, dim, by, not alone) if alone or len(moves) == 2 else None
         if array is not None:
             pass
+        elif hull and split:  # the rows for all readers at once
+            low, width, copies = hull
+            held, first = Runs.of(tile, dim), np.arange(split.tiles) * rows + by
+            if copies:
+                windows = Windows.of(held, tile.array.shape[dim], low, width, copies)
+                array = align(place, tile.array, tile.sharding, dim, windows, reason)
+            else:
+                array = fetch(place, tile, dim, low, width, reason, None, split)
+            array = window(place, array, dim, (first - low)[split.own], rows)
         elif len(moves) > 1 and split:
             starts = np.arange(split.tiles) * rows
             windows = Windows.of(Runs.of(tile, dim), tile.array.shape[dim], starts, rows, moves)
             array = align(place, tile.array, tile.sharding, dim, windows, reason)
-        elif hull and split:  # the rows for all readers at once
-            low, width = hull
-            array = fetch(place, tile, dim, low, width, reason, None, split)
-            first = np.arange(split.tiles) * rows + base - axis.at
-            array = window(place, array, dim, (first - low)[split.own], rows)
         else:
             found = self.map.rows(layer, dim, self.tiles)
             array = found.run(self.ctx, tile, dim, split, reason)
         after = (*tile.shape[:dim], self.map.shape[dim], *tile.shape[dim + 1 :])
         return key, Tile(array, tile.sharding.replace(dim, split), after)
 
-    def _shifts(self, number: int, dim: int) -> list[tuple[int, int]]:
-        """By how much row maps shift rows of a source, and how many rows their tiles have."""
-        split, found = self.splits[dim], list[tuple[int, int]]()
+    def _shifts(self, number: int, dim: int) -> list[tuple[tuple[int, int], bool]]:
+        """By how much row maps shift rows of a source, and how many rows their tiles have.
+
+        And whether rows wrap around, as in a roll.
+        """
+        split, found = self.splits[dim], list[tuple[tuple[int, int], bool]]()
         for eqn in self.ctx.readers(var := self.map.operands[number]) if self.shared else ():
             if eqn.primitive not in ROW_MAPS:
                 continue
             if split is None or self.ctx.sharding(eqn.outvars[0]).splits[dim] is not split:
                 continue
-            rows = split.rows(eqn.outvars[0].aval.shape[dim])
-            for layer in layers_of(eqn):
-                axis = layer.axes[dim]
-                if eqn.invars[layer.source] is var and axis.is_run and axis.rows > 1:
-                    found.append((layer.base[dim] - axis.at, rows))
+            rows, size = split.rows(eqn.outvars[0].aval.shape[dim]), var.aval.shape[dim]
+            runs: dict[int, int] = {}
+            for n in layers_of(eqn):
+                if eqn.invars[n.source] is var and n.axes[dim].is_run:
+                    by = n.base[dim] - n.axes[dim].at
+                    runs[by] = max(runs.get(by, 0), n.axes[dim].rows)
+            around = len(runs) == 2 and abs(sum(map(operator.mul, runs, (1, -1)))) == size
+            around = around and eqn.outvars[0].aval.shape[dim] == size
+            for by, count in runs.items():
+                if count > 1 and (not around or by == min(runs, key=abs)):
+                    found.append(((by, rows), around))
         return found
 
-    def _hull(self, number: int, dim: int, by: int) -> tuple[np.ndarray, int] | None:
+    def _hull(
+        self, number: int, dim: int, by: int, around: bool
+    ) -> tuple[np.ndarray, int, Moves] | None:
         """The rows that all row maps of a source read, these too, if one by one sends more."""
         split, tile = self.splits[dim], self.tiles[number]
         if split is None or not tile.sharding.splits[dim]:
             return None
-        found = dict.fromkeys(self._shifts(number, dim))
-        if len(found) < 2 or (by, self.local[dim]) not in found:
+        found = dict(self._shifts(number, dim))
+        if len(found) < 2 or found.get((by, self.local[dim])) is not around:
             return None
-        first = np.arange(split.tiles)
+        first, size = np.arange(split.tiles), tile.shape[dim]
         starts = [first * rows + by for by, rows in found]
         low = np.min(starts, axis=0)
         ends = [s + rows for s, (_, rows) in zip(starts, found, strict=True)]
         width = int((np.max(ends, axis=0) - low).max())
-        size = tile.shape[dim]
         each = [
-            plan_fetch(split.tiles, size, s, rows).sent
-            for s, (_, rows) in zip(starts, found, strict=True)
+            plan_fetch(split.tiles, size, s, rows, _copies([by] if around else [], size)).sent
+            for s, ((by, rows), around) in zip(starts, found.items(), strict=True)
         ]
-        together = plan_fetch(split.tiles, size, low, width).sent
-        return (low, width) if together < sum(each) else None
+        copies = _copies([by for (by, _), around in found.items() if around], size)
+        together = plan_fetch(split.tiles, size, low, width, copies).sent
+        return (low, width, copies) if together < sum(each) else None
+
+
+def _copies(shifts: Sequence[int], size: int) -> Moves:
+    """The rows of a ring, and as many more at both ends as shifts of it read."""
+    if not shifts:
+        return ()
+    low, high = min(0, *shifts), max(0, *shifts)
+    ends = Move(size + low, size, -size), Move(0, high, size)
+    return (Move(0, size, 0), *(m for m in ends if m.first < m.end))
 
 
 def _all_of(masks: Sequence[Mask]) -> Mask:

@@ -229,6 +229,25 @@ def test_few_copies_are_painted_and_many_are_made_of_a_gathered_tensor():
     assert sent(lowered) == 7 * 3 * 4
 
 
+@pytest.mark.parametrize("rows", [64, 61])
+def test_rolls_by_several_rows_fetch_what_all_of_them_read(rows):
+    """A derivative of fourth order on a ring: two rows each way, and not one and two."""
+
+    def fn(u):
+        return sum(w * jnp.roll(u, k, 0) for k, w in ((-2, -1.0), (-1, 16.0), (1, 16.0), (2, -1.0)))
+
+    how = {"inputs": [ROWS], "outputs": [ROWS], "rtol": 1e-4, "atol": 1e-4}
+    low = check(fn, random_array((rows, 12)), **how)
+    assert sent(low) <= (4 if rows == 64 else 7) * 12 * 4
+    far = [
+        check(lambda u, k=k: jnp.roll(u, k, 0), random_array((rows, 12)), **how) for k in (30, -27)
+    ]
+    both = check(
+        lambda u: jnp.roll(u, 30, 0) + jnp.roll(u, -27, 0), random_array((rows, 12)), **how
+    )
+    assert sent(both) <= sum(map(sent, far))  # of many tiles: one by one
+
+
 def test_rolls_along_two_split_dims():
     """The single row that goes round is not among the rows that all readers fetch at once."""
     tiles = np.arange(8).reshape(4, 2)
