@@ -79,7 +79,7 @@ def _argmax(x: Any) -> Any:
 @wide(array(13, 6))
 def _scanned(x: Any) -> Any:
     x = split(x * 2, 0, 8)
-    y = lax.cumsum(x, 0, reverse=True) + lax.cumprod(x, 0)  # here
+    y = lax.cumsum(x, 0, reverse=True) + lax.cumprod(x, 0, reverse=True)  # here
     return y + 1
 
 
@@ -190,3 +190,10 @@ def _kept_sum(x: Any, a: Any, b: Any, bias: Any) -> Any:
     a, b = split(a, 1, 8), split(b, 0, 8)
     y = jnp.tanh(x @ a) @ b + split(bias * 2, 0, 8) - replicate(bias * 3)  # here
     return jnp.tanh(y.sum(0))
+
+
+@given(array(13, 5), array(5, 7))
+def _turned_product(a: Any, b: Any) -> Any:
+    a = split(a * 2, 0, 8)
+    y = (a @ b).T  # here
+    return split(y, 1, 8) + 1
