@@ -1,10 +1,29 @@
-"""A translator that waits to be let on: for tests of what happens meanwhile."""
+"""Translators for tests of what is around them: one that waits, and one without a model."""
 
 import threading
 import time
 
-from gshard.mt.decoding.texts import TranslateConfig
+from gshard.mt.decoding.texts import Hypothesis, TextTranslator, TranslateConfig
 from gshard.mt.decoding.translator import Translator
+from tests.mt.runs import MODEL
+
+
+class Echo(TextTranslator):
+    """Translates into capital letters; a text with "fail" in it cannot be translated."""
+
+    def search(self, source, forced=None):
+        raise NotImplementedError  # the server calls `translate` alone
+
+    routings = search
+
+    def translate(self, texts, target="en", progress=None, source=""):
+        if any("fail" in text for text in texts):
+            raise RuntimeError("the model is broken")
+        return [[Hypothesis(text.upper(), 0.0)] for text in texts]
+
+
+def echo(tokenizer):
+    return Echo(tokenizer, TranslateConfig(longest=24), MODEL, 10)
 
 
 class Slow:

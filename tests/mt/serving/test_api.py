@@ -32,7 +32,7 @@ from gshard.mt.serving.service import Service
 from gshard.mt.serving.settings import LOCAL, Key, Settings
 from tests.mt.runs import random_model
 from tests.mt.samples import sentence
-from tests.mt.serving.slow_translator import until
+from tests.mt.serving.slow_translator import Slow, echo, until
 
 SMALL = TranslateConfig(beam=3, nbest=3, rows=4, longest=24, most=10)
 OPEN = Settings(port=0, is_open=True, characters=1000, texts=5)
@@ -44,8 +44,9 @@ def translator(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def service(translator):
-    return Service(translator, "tried", 7)
+def service(tokenizer):
+    """Of tests that look at no translation."""
+    return Service(echo(tokenizer), "tried", 7)
 
 
 @contextlib.contextmanager
@@ -61,7 +62,8 @@ def serving(service, settings, detector=None):
 
 
 @pytest.fixture(scope="module")
-def server(service, corpus):
+def server(translator, corpus):
+    service = Service(translator, "tried", 7)
     with serving(service, OPEN, Detector.of(corpus, corpus.languages)) as server:
         yield server
 
@@ -225,7 +227,7 @@ def test_without_keys_the_token_is_the_key(service):
 
 
 def test_metrics_health_and_documents(server):
-    ask(server, "/translate", GOOD)
+    ask(server, "/translate", {**GOOD, "q": sentence(4)})
     ask(server, "/translate", {})
     _, _, text = ask(server, "/metrics")
     samples = {
@@ -282,9 +284,7 @@ def test_logs_have_no_text(service, capfd):
 
 
 def test_answers_are_finished_when_it_is_stopped(tokenizer):
-    from tests.mt.serving.slow_translator import slow_translator
-
-    slow = slow_translator(random_model(tokenizer), tokenizer)
+    slow = Slow(echo(tokenizer))
     found = []
     with serving(Service(slow), OPEN) as server:
         client = threading.Thread(target=lambda: found.append(ask(server, "/translate", GOOD)))

@@ -15,35 +15,20 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gshard.mt.decoding.detect import Detector
-from gshard.mt.decoding.texts import Hypothesis, TextTranslator, TranslateConfig
 from gshard.mt.serving import observing
 from gshard.mt.serving.service import Service
 from gshard.mt.serving.settings import LOCAL, Settings
 from tests.mt.browser import open_page
 from tests.mt.processes import PATIENCE
-from tests.mt.runs import MODEL
+from tests.mt.serving.slow_translator import echo
 from tests.mt.serving.test_api import GOOD, ask, serving
 
 ORIGIN = "https://example.org"
 
 
-class Echo(TextTranslator):
-    """Translates into capital letters; a text with "fail" in it cannot be translated."""
-
-    def search(self, source, forced=None):
-        raise NotImplementedError  # the server calls `translate` alone
-
-    routings = search
-
-    def translate(self, texts, target="en", progress=None, source=""):
-        if any("fail" in text for text in texts):
-            raise RuntimeError("the model is broken")
-        return [[Hypothesis(text.upper(), 0.0)] for text in texts]
-
-
 @pytest.fixture(scope="module")
 def service(tokenizer):
-    return Service(Echo(tokenizer, TranslateConfig(longest=24), MODEL, 10))
+    return Service(echo(tokenizer))
 
 
 @pytest.fixture(scope="module")

@@ -7,21 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.serving import api
 from gshard.mt.serving.files import SUFFIXES
 from gshard.mt.serving.service import Service
 from gshard.mt.serving.settings import LOCAL
 from tests.mt.browser import driven
-from tests.mt.runs import MODEL
+from tests.mt.serving.slow_translator import echo
 from tests.mt.serving.test_api import OPEN, ask, serving
 from tests.mt.serving.test_files import archive, unpacked
-from tests.mt.serving.test_odd_requests import Echo
 
 
 @pytest.fixture(scope="module")
 def service(tokenizer):
-    return Service(Echo(tokenizer, TranslateConfig(longest=24), MODEL, 10))
+    return Service(echo(tokenizer))
 
 
 @pytest.fixture(scope="module")
