@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.studied import training_targets
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import Tokenizer
 from gshard.mt.data.corpus import Corpus
@@ -118,7 +119,13 @@ def measured(plan: Study, plans: Sequence[Study]) -> dict[str, Any]:
             means[f"{test} {group}"] = _means(members)
     notes = {name: atomic.known_object(plan.place(name) / TRAINED) for name in RUNS.values()}
     trained = {name: note for name, note in notes.items() if note}
-    return {"trained": trained, "means": means, "languages": rows}
+    known = training_targets(corpus, [held.task for held, _ in found])["en"]
+    said = [pair for held, texts in found for pair in zip(held.tests, texts["model"], strict=True)]
+    recited = {
+        test: float(np.mean([text in known for each, text in said if each == test]))
+        for test in tests
+    }
+    return {"trained": trained, "means": means, "recited": recited, "languages": rows}
 
 
 def drawn_scores(
@@ -197,7 +204,12 @@ def tables(results: Mapping[str, Any]) -> str:
         cells = [row["tests"].get(test, {}).get(name) for test in tests for name in SYSTEMS]
         shown = ["" if cell is None else f"{cell:.1f}" for cell in cells]
         languages.append([row["task"], f"{row['pairs']:,}", *shown])
-    return table(["test", *names], rows) + "\n\n" + table(["chrF++", "pairs", *heads], languages)
+    recited = [[test, f"{share:.1%}"] for test, share in results["recited"].items()]
+    found = [
+        table(["test", *names], rows),
+        table(["test", "sentences of the training text"], recited),
+    ]
+    return "\n\n".join([*found, table(["chrF++", "pairs", *heads], languages)])
 
 
 def _cell(found: Mapping[str, Any] | None) -> str:
