@@ -59,7 +59,7 @@ break_writing(ocp.StandardCheckpointHandler, "array")
 break_writing(ocp.JsonCheckpointHandler, "note")
 break_call(checkpoint, "write_checksums", "commit")
 break_call(type(checkpoints._manager._checkpoint_deleter), "delete_steps", "removal")
-break_call(Path, "write_bytes", "room")
+break_call(checkpoint.tempfile, "TemporaryFile", "room")
 places = NamedSharding(Mesh(np.array(jax.devices()), "d"), PartitionSpec("d"))
 for step in range(1, 2 * len(faults) + 1):
     what, where = faults[step // 2 - 1].split()
