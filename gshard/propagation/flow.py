@@ -184,11 +184,10 @@ class Flow:
         work, total, costs = 0.0, 0.0, self.costs
         moved: set[tuple[Any, Sharding]] = set()
         for edge in self.edges if edges is None else edges:
-            shares = self.shared[edge]
-            key = (edge.kind, shares, *[shardings[v] for v in edge.named])
+            key = (self.priced[edge], *[shardings[v] for v in edge.named])
             cost = costs.get(key)
             if cost is None:
-                cost = costs[key] = self._cost(edge, shares, shardings)
+                cost = costs[key] = self._cost(edge, shardings)
             work += cost.work * edge.runs
             spent = cost.sent
             for i, target, sent in cost.moves:
@@ -200,18 +199,16 @@ class Flow:
         return ProgramCost(work + total, total)
 
     @functools.cached_property
-    def shared(self) -> dict[Edge, tuple[float, tuple[float, ...]]]:
-        """The part of its sum that each edge pays, and the part of each operand that it moves."""
-        sums, narrow = self.shares, self.narrow
-        return {
-            edge: (
-                min([sums.get(v, 1.0) for v in edge.atoms[1]], default=1.0),
-                tuple(
-                    [1.0 if isinstance(a, Literal) else narrow.get(a, 1.0) for a in edge.atoms[0]]
-                ),
-            )
-            for edge in self.edges
-        }
+    def priced(self) -> dict[Edge, int]:
+        """A number of every edge, equal where equal shardings cost the same."""
+        numbers: dict[Any, int] = {}
+        return {e: numbers.setdefault((e.kind, *self.shared(e)), len(numbers)) for e in self.edges}
+
+    def shared(self, edge: Edge) -> tuple[float, tuple[float, ...]]:
+        """The part of its sum that an edge pays, and the part of each operand that it moves."""
+        operands, narrow = edge.atoms[0], self.narrow
+        parts = [1.0 if isinstance(a, Literal) else narrow.get(a, 1.0) for a in operands]
+        return min([self.shares.get(v, 1.0) for v in edge.atoms[1]], default=1.0), tuple(parts)
 
     @functools.cached_property
     def sources(self) -> dict[Any, tuple[Any, tuple[int, ...]]]:
@@ -225,9 +222,7 @@ class Flow:
                 found[eqn.outvars[0]] = value, tuple([order.index(d) for d in dims])
         return found
 
-    def _cost(
-        self, edge: Edge, shared: tuple[float, tuple[float, ...]], known: Mapping[Any, Sharding]
-    ) -> EdgeCost:
+    def _cost(self, edge: Edge, known: Mapping[Any, Sharding]) -> EdgeCost:
         shardings, targets = (
             [
                 Sharding.replicated(len(a.aval.shape), self.num_devices)
@@ -237,7 +232,7 @@ class Flow:
             ]
             for side in edge.atoms
         )
-        (of_sum, narrow), eqn = shared, edge.eqn
+        (of_sum, narrow), eqn = self.shared(edge), edge.eqn
         if eqn is None:  # the border of a loop
             (outside,), (inside,), aval = shardings, targets, edge.atoms[0][0].aval
             more = (None,) * (outside.rank - inside.rank)

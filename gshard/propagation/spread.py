@@ -145,8 +145,11 @@ class Spread:
     @functools.cached_property
     def shardings(self) -> dict[Any, Sharding]:
         """A sharding for every variable."""
-        flow, splits = self.flow, self.splits.items()
-        return {v: Sharding(s, flow.num_devices, v in flow.manual) for v, s in splits}
+        count, manual = self.flow.num_devices, self.flow.manual
+        known = {splits: Sharding(splits, count) for splits in {*self.splits.values()}}
+        return {
+            v: Sharding(s, count, True) if v in manual else known[s] for v, s in self.splits.items()
+        }
 
     @functools.cached_property
     def blocked(self) -> dict[Node, Split]:
