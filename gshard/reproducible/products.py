@@ -30,7 +30,6 @@ COMPILER_OPTIONS = {
 }
 MULTIPLES = (8, 16, 24, 48, 64)  # of rows and columns, to which results may be padded
 CHAIN = 256  # the longest sum of products that no library cuts
-_BATCHES = (1, 3, 8, 32)  # products at once: a device has fewer of them than one device has
 _BLOCKS = ((1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (3, 5), (5, 3), (4, 4), (1, 9), (9, 1))
 _GPU_MULTIPLES = (64, 128)
 _LARGE_BLOCKS = ((1, 32), (32, 1), (32, 32))  # tried on GPUs, where they cost nothing
@@ -63,10 +62,6 @@ def chained_product(place: Place, x: jax.Array, y: jax.Array) -> jax.Array:
     multiple = shared_multiple()
     if not multiple:
         return _written_out(place, x, y)
-    if x.shape[0] > 1 and not batches_share_kernel(multiple):
-        each = (lax.expand_dims(z, [1]) for z in (x, y))
-        one = functools.partial(chained_product, place)
-        return lax.squeeze(lax.map(lambda pair: one(*pair), tuple(each)), [1])
     m, n = x.shape[1], y.shape[2]
     zero = jnp.zeros((), x.dtype)
     x = lax.pad(x, zero, ((0, 0, 0), (0, -m % multiple, 0), (0, 0, 0)))
@@ -131,20 +126,6 @@ def have_one_kernel(multiple: int) -> bool:
         *parts, largest = map(np.asarray, _products(pairs))
         for (m, n), part in zip(sizes, parts, strict=True):
             if part.tobytes() != largest[:, -m:, -n:].tobytes():
-                return False
-    return True
-
-
-@functools.cache
-def batches_share_kernel(multiple: int) -> bool:
-    """Whether a product has the same bits by itself and among others of a batch."""
-    rng = np.random.default_rng(0)
-    with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices()[0]):
-        for m, n, k in ((1, 1, 24), (1, 3, 41), (4, 4, CHAIN)):
-            x = rng.normal(size=(_BATCHES[-1], m * multiple, k)).astype(np.float32)
-            y = rng.normal(size=(_BATCHES[-1], k, n * multiple)).astype(np.float32)
-            *parts, largest = map(np.asarray, _products([(x[:b], y[:b]) for b in _BATCHES]))
-            if any(part.tobytes() != largest[: len(part)].tobytes() for part in parts):
                 return False
     return True
 

@@ -75,8 +75,10 @@ def test_a_layer_by_the_kernel_is_the_plain_one(monkeypatch):
     used = []
 
     def by_kernel(*given):
-        used.append(given)
-        return normalize_beside(*given, NormBlocks(32, 4, interpret=True))
+        if len(given) < 5:  # not from its own forward pass
+            used.append(given)
+            given = (*given, NormBlocks(32, 4, interpret=True))
+        return normalize_beside(*given)
 
     monkeypatch.setattr(layers, "fits_norm", lambda x, devices: True)
     monkeypatch.setattr(layers, "normalize_beside", by_kernel)

@@ -117,22 +117,3 @@ def test_sizes_whose_products_have_other_kernels_are_noticed(monkeypatch):
     monkeypatch.setattr(products, "_products", by_size)
     found = [m for m in products.MULTIPLES if products.have_one_kernel(m)]
     assert found == [48, 64]
-
-
-def test_products_one_at_a_time_where_a_batch_has_another_kernel(monkeypatch):
-    """A library that has another kernel for 8 products at once, as on an H200."""
-
-    def by_batch(pairs):
-        return [np.full((len(x), x.shape[1], y.shape[2]), len(x) < 8) for x, y in pairs]
-
-    x, y = random_array((5, 48)), random_array((48, 3), seed=1)
-    where = [even_split(2, 1, 2), even_split(2, 0, 2)]
-    together = bits(jnp.matmul, x, y, devices=2, inputs=where)
-    with monkeypatch.context() as library:
-        library.setattr(products, "_products", by_batch)
-        assert not products.batches_share_kernel.__wrapped__(products.MULTIPLES[0])
-    monkeypatch.setattr(products, "batches_share_kernel", lambda multiple: False)
-    lowered = gshard.jit(jnp.matmul, devices=2, reproducible=True).lower(x, y)
-    assert "scan" in str(lowered.jaxpr)
-    one_by_one = bits(jnp.matmul, x, y, devices=2, inputs=where)
-    np.testing.assert_array_equal(np.asarray(one_by_one), np.asarray(together))
