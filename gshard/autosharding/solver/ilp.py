@@ -88,7 +88,8 @@ class HighsBackend:
         self.highs.run()
         status, info = self.highs.getModelStatus(), self.highs.getInfo()
         iterations = max(info.simplex_iteration_count, _ITERATIONS)
-        clock.charge(self._per_iteration * iterations * (_INTEGRAL if integral else 1))
+        work = self._per_iteration * iterations * (_INTEGRAL if integral else 1)
+        clock.charge(min(work, max(2 * clock.left, 0.0)))
         if status in (
             highspy.HighsModelStatus.kInfeasible,
             highspy.HighsModelStatus.kUnboundedOrInfeasible,
@@ -111,7 +112,9 @@ class HighsBackend:
         """Limit the next run, by iterations and nodes where work is counted."""
         wall = max(clock.guard_left, 0.0)
         if clock.whole.counted:
-            self.ends, wall = time.process_time() + wall / 2, 10 * wall
+            # The root of the search tree has no limit of iterations.
+            self.ends = time.process_time() + min(wall / 2, 2 * clock.left)
+            wall *= 10
             most = max(1, min(int(clock.left / self._per_iteration), 2**31 - 1))
             self.highs.setOptionValue("simplex_iteration_limit", most)
             self.highs.setOptionValue("mip_max_nodes", max(1, most // _ITERATIONS))
