@@ -153,6 +153,17 @@ def test_sums_that_depend_on_each_other_are_taken_one_by_one():
     assert operations(low, "all_reduce") == kinds(low)["all_reduce"] == 2
 
 
+def test_sums_with_one_product_between_them_are_taken_one_by_one():
+    def fn(a, b, c):
+        first = jnp.tanh(jnp.sum(a, 1))  # summed
+        product = (first[:, None] * b) @ c  # needs it, and stays split
+        return jnp.sum(jnp.tanh(product), 1)  # summed as soon as the product is there
+
+    args = random_array((4, 16)), random_array((4, 4)), random_array((4, 16))
+    low = check(fn, *args, inputs=[COLUMNS, None, COLUMNS], rtol=1e-4, atol=1e-4)
+    assert operations(low, "all_reduce") == kinds(low)["all_reduce"] == 2
+
+
 def test_a_sum_that_a_product_needs_does_not_wait_for_one_that_is_ready_later():
     def fn(a, b, c):
         first = jnp.tanh(jnp.sum(a, 1))  # of partial sums
