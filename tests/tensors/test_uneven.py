@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import gshard
-from tests.oracle import random_array
+from tests.oracle import kinds, random_array, run
 from tests.shows import shows
 
 X = random_array((13, 3))
@@ -175,3 +175,13 @@ def test_an_array_in_other_tiles_is_brought_into_those_of_the_program(uneven):
     compiled = program.lower(jax.ShapeDtypeStruct(X.shape, X.dtype)).compile()
     np.testing.assert_array_equal(compiled(uneven), WANTED + 1)
     np.testing.assert_array_equal(compiled(compiled(uneven)), WANTED + 1 + 1)
+
+
+def test_devices_in_another_order():
+    """A result of a function that has the devices the other way round keeps its tiles' places."""
+    x = random_array((13, 3))
+    made = gshard.jit(lambda x: gshard.split(x, 0, 8), devices=jax.devices()[::-1])(x)
+    assert isinstance(made, gshard.UnevenArray)
+    step = gshard.jit(lambda x: gshard.split(x, 0, 8) + 1)
+    np.testing.assert_array_equal(np.asarray(run(step, made)), x + 1)
+    assert kinds(step.lower(made)) == {"collective_permute": 1}
