@@ -243,8 +243,9 @@ class _Chooser:
         found: list[ModelAnswer] = []
         for done, (mesh, limit) in enumerate(limits.items()):
             share = clock.left / (len(limits) - done)
-            part = clock.part(share if found else max(share, _LEAST_SOLVING))
-            choice = self.model.choice(mesh, limit, part, needed and not found)
+            least = 0.0 if done else _LEAST_SOLVING + 2 * self.model.building_work(mesh)
+            part = clock.part(max(share, least))
+            choice = self.model.choice(mesh, limit, part, needed and not done)
             if choice is not None:
                 found.append(choice)
             elif found:  # those that follow have as many axes, or more
