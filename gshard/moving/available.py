@@ -130,7 +130,7 @@ class Mover:
         tile = tile.of(Value(var, made))
         if made.is_view and not self.views(made.operands[0]):
             self.available.viewed[made.operands[0].value] = made.inverse(tile)
-        if made.is_index and tile.is_blank:
+        if made.is_index:
             self.available.add_index(tile, made)
         return tile
 
