@@ -32,6 +32,7 @@ from gshard.rules.base.rule import equation_key
 
 _FEWEST = 8  # equal layers; fewer take little time as they are
 _KEPT = 2  # layers at either end
+_LEFT = 0.8  # the share of the equations above which a shorter program gains next to nothing
 _WINDOW = 8  # equations that a period begins with, by which it is looked for
 
 Role = tuple[int, int, bool, int]  # a run, a position in its period; whether a result, its number
@@ -44,7 +45,10 @@ def without_equal_layers(subject: TracedProgram) -> tuple[TracedProgram, TracedP
         return None
     first, last = layers.first + _KEPT, layers.last - _KEPT
     short, shorter = (layers.without(subject, range(first - n, last + 1 + n)) for n in (0, 1))
-    return (short, shorter) if short and shorter else None
+    if not short or not shorter:
+        return None
+    every, left = len(subject.flat.jaxpr.eqns), len(short.flat.jaxpr.eqns)
+    return (short, shorter) if left <= _LEFT * every else None
 
 
 def transferred(layout: Layout, source: TracedProgram, to: TracedProgram) -> dict[str, Any]:
