@@ -216,7 +216,44 @@ def collective_permute(
 ) -> jax.Array:
     """Send along the (source, destination) pairs; zeros where nothing arrives."""
     raw, back = _sendable(x)
-    return back(communicate(CollectivePermute(reason, place.in_all_blocks(pairs)), raw, place))
+    if place.blocks > 1:
+        return back(_permuted_in_block(place, raw, pairs, reason))
+    return back(communicate(CollectivePermute(reason, tuple(pairs)), raw, place))
+
+
+def _permuted_in_block(
+    place: Place, x: jax.Array, pairs: Sequence[tuple[int, int]], reason: Reason
+) -> jax.Array:
+    """The same by an AllToAll between the devices that pairs connect.
+
+    XLA's permute waits for the devices of all blocks, but blocks may run another number of times:
+    stages do in a tick. A group of an AllToAll waits for its own members alone.
+    """
+    groups = _connected(tuple(pairs), place.num_devices)
+    rank = _rank_in_group(place, groups)
+    to, source = np.full((2, place.num_devices), -1)
+    for sender, receiver in pairs:
+        to[sender], source[receiver] = rank[receiver], rank[sender]
+    rows = lax.broadcasted_iota(np.int32, (len(groups[0]), *x.shape), 0)
+    sent = jnp.where(rows == place.lookup(to), x, jnp.zeros_like(x))
+    received, number = all_to_all(place, sent, groups, reason), place.lookup(source)
+    found = lax.dynamic_index_in_dim(received, jnp.maximum(number, 0), 0, keepdims=False)
+    return jnp.where(number >= 0, found, jnp.zeros_like(found))
+
+
+@cached
+def _connected(pairs: Groups, num_devices: int) -> Groups:
+    """The devices that pairs connect, if these groups have one size; else all devices."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    matrix = csr_array((np.ones(len(pairs)), tuple(zip(*pairs, strict=True))), (num_devices,) * 2)
+    labels = connected_components(matrix, directed=False)[1]
+    members = {d for pair in pairs for d in pair}
+    found = [tuple(np.flatnonzero(labels == n).tolist()) for n in np.unique(labels)]
+    found = [group for group in found if members.intersection(group)]
+    same = len(set(map(len, found))) == 1
+    return tuple(found) if same else (tuple(range(num_devices)),)
 
 
 def _covers_evenly(place: Place, groups: Members) -> bool:
