@@ -125,7 +125,8 @@ def measured(plan: Study, plans: Sequence[Study]) -> dict[str, Any]:
         test: float(np.mean([text in known for each, text in said if each == test]))
         for test in tests
     }
-    return {"trained": trained, "means": means, "recited": recited, "languages": rows}
+    scores = {"trained": trained, "means": means, "recited": recited, "languages": rows}
+    return {"plan": "far.toml", **scores}
 
 
 def drawn_scores(

@@ -1,7 +1,7 @@
 """The choice of the cheapest way to run each operator of a program.
 
 The price looks one step ahead: an operand that is already available under the sharding that a way
-takes costs nothing, and neither does one that a later operator moves there anyway.
+takes costs nothing, and neither does one that a later operator moves there anyway, or a view of it.
 Each later reader is priced by the same function, with what is available now.
 """
 
@@ -120,8 +120,17 @@ class Choice:
         return Shares(of_sum, uses, narrow, tuple(forms))
 
     def _forms_later(self, var: Any, tile: Tile) -> Iterator[Sharding]:
-        """The shardings to which later operators move a value."""
-        users = [] if isinstance(var, Literal) else self.uses.users(var)
+        """The shardings to which later operators move a value, or a view of it."""
+        if isinstance(var, Literal):
+            return
+        yield from self._moved_later(var, tile)
+        other = self.uses.view_of(var)
+        for view in self.mover.views(tile)[:1] if other is not None else ():
+            yield from view.local_forms(self._moved_later(other, view.operands[0]))
+
+    def _moved_later(self, var: Any, tile: Tile) -> Iterator[Sharding]:
+        """The same without views."""
+        users = self.uses.users(var)
         numbers, now = self.uses.numbers, self.now
         if not users or numbers[users[-1]] <= now or tile.sharding.is_replicated:
             return

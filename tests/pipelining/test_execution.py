@@ -14,6 +14,7 @@ from gshard.graph.regions import walk
 from gshard.graph.ticks import Ticks
 from gshard.pipelining.schedules import NAMES, make
 from gshard.runtime import pipeline
+from tests.oracle import random_array
 from tests.pipelining.programs import (
     KINDS,
     dense,
@@ -229,3 +230,22 @@ def test_reproducible_bits_are_those_of_one_device(kind):
         for count in (1, 4)
     ]
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), *map(jax.device_get, found))
+
+
+def test_rows_from_neighbours_inside_of_a_stage():
+    """Stages run a layer in other ticks: no device may wait for those of another stage."""
+
+    def taken(wl, x):
+        return jnp.tanh(jnp.roll(x * wl, 1, axis=1) + jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0))))
+
+    w, x = random_array((4, 5)), random_array((8, 6, 5), seed=1)
+    wanted = jax.lax.scan(lambda c, wl: (taken(wl, c), None), x, w)[0]
+    for parts in (2, 4):  # of the devices of a stage: a pair, a ring
+
+        def fn(w, x, parts=parts):
+            def block(wl, x):
+                return taken(wl, gshard.split(x, 1, parts))
+
+            return gshard.pipeline(block, w, x, stages=2, microbatches=4, schedule="gpipe")
+
+        np.testing.assert_allclose(gshard.jit(fn)(w, x), wanted, rtol=1e-5, atol=1e-6)

@@ -25,6 +25,7 @@ from gshard._jax import scatter_sub_p, stack_p
 from gshard.graph.graph import Graph
 from gshard.graph.regions import Loop
 from gshard.graph.row_map import cut_dims
+from gshard.moving.recompute import VIEWS
 from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import RULES
 from gshard.tensors.sharding import Sharding
@@ -105,6 +106,13 @@ class Uses(Graph):
         for eqn in self.users(var):
             if self.numbers[eqn] > after:
                 yield from ((eqn, i) for i, a in enumerate(eqn.invars) if a is var)
+
+    def view_of(self, var: Any) -> Any | None:
+        """The variable that one is a transpose or a reversal of, or else such a view of it."""
+        made = self.maker(var)
+        if made is not None and made.primitive in VIEWS and not isinstance(made.invars[0], Literal):
+            return made.invars[0]
+        return next((e.outvars[0] for e in self.users(var) if e.primitive in VIEWS), None)
 
 
 # ---------------------------------------------------------------- sums that are reduced later

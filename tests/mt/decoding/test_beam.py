@@ -272,8 +272,8 @@ def gathered(jaxpr):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beam": 0}, "nbest <= beam"),
-        ({"beam": 2, "nbest": 3}, "nbest=3"),
+        ({"beam": 0}, "nbest is from 1 to beam"),
+        ({"beam": 2, "nbest": 3}, "the 3 best of a beam of 2"),
         ({"max_length": 0}, "max_length is 0"),
         ({"alpha": -1.0}, "alpha is -1.0"),
         ({"alpha": math.nan}, "alpha is nan"),
