@@ -10,6 +10,7 @@ import gshard
 from benchmarks.auto_cases import few_tokens, many_tokens
 from gshard.autosharding.annotate import AnnotationSearch, fewest, slowest
 from gshard.autosharding.auto import auto
+from gshard.autosharding.budget import Clock
 from gshard.forecast.hardware import hardware
 from tests.autosharding.test_evaluate import attend, chosen, struct
 
@@ -23,7 +24,8 @@ def test_a_handful_of_annotations_is_as_good_as_all(case):
     program = case(False)
     evaluator, choice = chosen.__wrapped__(program.fn, *program.arguments)
     full = AnnotationSearch(evaluator, choice).everything()
-    best = min(AnnotationSearch(evaluator, choice).few(6.0), key=lambda layout: layout.seconds)
+    layouts = AnnotationSearch(evaluator, choice).few(Clock(60.0, counted=True))
+    best = min(layouts, key=lambda layout: layout.seconds)
     # As `auto` does: by the model each saves something, by the forecast some may be removed.
     best = fewest(best, 1.01 * full.seconds, evaluator, lambda: True)
     assert 0 < len(best.inside) <= 5 < len(full.inside) / 4
