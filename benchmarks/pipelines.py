@@ -265,10 +265,10 @@ def kernels(folder: Path, text: str) -> str:
         idle, end = idle + max(begin - end, 0.0), max(end, until)
     rows = [f"busy {sum(busy.values()) / 1e6:.1f} ms in {len(spans)}, idle {idle / 1e6:.1f} ms"]
     for op, nanoseconds in busy.most_common(40):
-        said = re.search(rf"%{re.escape(op)} = (.{{0,110}})", text)
+        line = re.search(rf"%{re.escape(op)} = (.{{0,110}})", text)
         where = re.search(rf'%{re.escape(op)} = .*?op_name="([^"]*)"', text)
         name = where[1][-60:] if where else ""
-        rows.append(f"{nanoseconds / 1e6:8.2f} ms {count[op]:5} {op}: {said and said[1]} {name}")
+        rows.append(f"{nanoseconds / 1e6:8.2f} ms {count[op]:5} {op}: {line and line[1]} {name}")
     return "\n".join(rows)
 
 

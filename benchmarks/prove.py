@@ -10,7 +10,7 @@
     python -m benchmarks.prove costs             # and those of the check by bounds of rounding
 
 `--jobs 16` takes so many processes. Each result is a line of the file `--out`, from which a run
-that was cut goes on. Seconds are processor time, which other programs hardly change.
+that was interrupted resumes. Seconds are processor time, which other programs hardly change.
 """
 
 from __future__ import annotations

@@ -120,9 +120,9 @@ def measured(plan: Study, plans: Sequence[Study]) -> dict[str, Any]:
     notes = {name: atomic.known_object(plan.place(name) / TRAINED) for name in RUNS.values()}
     trained = {name: note for name, note in notes.items() if note}
     known = training_targets(corpus, [held.task for held, _ in found])["en"]
-    said = [pair for held, texts in found for pair in zip(held.tests, texts["model"], strict=True)]
+    pairs = [pair for held, texts in found for pair in zip(held.tests, texts["model"], strict=True)]
     recited = {
-        test: float(np.mean([text in known for each, text in said if each == test]))
+        test: float(np.mean([text in known for each, text in pairs if each == test]))
         for test in tests
     }
     scores = {"trained": trained, "means": means, "recited": recited, "languages": rows}

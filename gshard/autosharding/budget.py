@@ -43,9 +43,9 @@ class Clock:
     A `part` of a clock has some of its time: work that is charged to it is charged to all of it.
     """
 
-    def __init__(self, seconds: float, counted: bool = False, whole: Clock | None = None) -> None:
-        self.whole: Clock = self if whole is None else whole.whole
-        if whole is None:
+    def __init__(self, seconds: float, counted: bool = False, root: Clock | None = None) -> None:
+        self.root: Clock = self if root is None else root.root
+        if root is None:
             self.counted, self.done = counted, 0.0
             processor = max(_PROCESSOR * seconds, _LEAST_PROCESSOR)
             self.wall = time.monotonic() + (_WALL * processor if counted else seconds)
@@ -62,25 +62,26 @@ class Clock:
     def guard_left(self) -> float:
         """Seconds until work has to end whatever is done by then, of processor time where work is
         counted."""
-        whole = self.whole
-        return min(whole.wall - time.monotonic(), whole.processor - time.process_time())
+        root = self.root
+        return min(root.wall - time.monotonic(), root.processor - time.process_time())
 
     def part(self, seconds: float) -> Clock:
         """A clock with so many of the seconds that are left."""
-        return Clock(min(seconds, self.left), whole=self)
+        return Clock(min(seconds, self.left), root=self)
 
     def charge(self, seconds: float) -> None:
         """Count work."""
-        self.whole.done += seconds
+        self.root.done += seconds
 
     def extend(self, seconds: float) -> None:
         """Have at least so many seconds from now on."""
         self.end = max(self.end, self._now() + seconds)
-        self.wall = max(self.wall, time.monotonic() + seconds)
-        self.processor = max(self.processor, time.process_time() + _PROCESSOR * seconds)
+        root = self.root
+        root.wall = max(root.wall, time.monotonic() + seconds)
+        root.processor = max(root.processor, time.process_time() + _PROCESSOR * seconds)
 
     def _now(self) -> float:
-        return self.whole.done if self.whole.counted else time.monotonic()
+        return self.root.done if self.root.counted else time.monotonic()
 
 
 # The phases of a search in their order, and the share of the work that each may take.
@@ -126,7 +127,7 @@ class Budget:
         return self.clock.part(self.total * sum(list(PHASES.values())[:number]) - done)
 
     def _leave(self) -> None:
-        now = self.clock.whole.done
+        now = self.clock.root.done
         if self.phase:
             self.spent[self.phase] += now - self.began
         self.began = now

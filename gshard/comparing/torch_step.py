@@ -49,6 +49,7 @@ def step_of_torch(
 
     step.__name__ = type(module).__name__
     if not by_name(inputs)[1]:  # a dict has the names of its inputs
+        # mypy knows no `__signature__` of a function, which `inspect` reads
         step.__signature__ = named_like(step, module.forward, len(inputs))  # type: ignore[attr-defined]
     return step, (params, jax.eval_shape(lambda: jax.random.key(0)), *inputs)
 

@@ -295,7 +295,7 @@ def _backward(settings: KernelSettings, kept_: Any, grad: Array) -> tuple[Operan
         aliases={len(given): 0} if begun else None,
     )
     grads: Any = (*([] if begun else [dq]), *key_grads)
-    return (Operands(grads, *[None] * 4),)  # type: ignore[arg-type]  # none for the others
+    return (Operands(grads, *[None] * 4),)  # type: ignore[arg-type]  # others: no gradient
 
 
 _attend.defvjp(_forward, _backward)

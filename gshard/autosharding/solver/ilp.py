@@ -111,7 +111,7 @@ class HighsBackend:
     def _limit(self, clock: Clock) -> None:
         """Limit the next run, by iterations and nodes where work is counted."""
         wall = max(clock.guard_left, 0.0)
-        if clock.whole.counted:
+        if clock.root.counted:
             # The root of the search tree has no limit of iterations.
             self.ends = time.process_time() + min(wall / 2, 2 * clock.left)
             wall *= 10

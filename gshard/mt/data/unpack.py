@@ -228,6 +228,7 @@ def _debian_licence(text: str) -> str:
 
 
 _ARCHIVES = (".zip", ".xpi")
+# Both have overloads by mode, which mypy does not match; the default gives bytes.
 _COMPRESSED: dict[str, Callable[[Any], IO[bytes]]] = {".gz": gzip.open, ".bz2": bz2.open}  # type: ignore[dict-item]
 MAX_BYTES = 128 << 20  # of a file, unpacked: no message file is this long; a bomb or a mistake is
 MAX_MEMBERS = 200_000  # of an archive
