@@ -249,3 +249,7 @@ def test_rows_from_neighbours_inside_of_a_stage():
             return gshard.pipeline(block, w, x, stages=2, microbatches=4, schedule="gpipe")
 
         np.testing.assert_allclose(gshard.jit(fn)(w, x), wanted, rtol=1e-5, atol=1e-6)
+        found = gshard.jit(fn).lower(w, x).collectives
+        permuted = {str(c.why) for c in found if c.kind == "collective_permute"}
+        assert permuted == {"pipeline: microbatches handed down"}
+        assert sum(c.kind == "all_to_all" for c in found) >= 2
