@@ -2,8 +2,9 @@
 
 A training step of two Llama-like layers is profiled with some batches, on the devices that JAX has;
 the hardware that is fitted to them all forecasts other batches, which are then measured. On one
-H200: about two minutes. XLA runs many operators as one CUDA graph, whose parts a trace does not
-name: give `XLA_FLAGS=--xla_gpu_enable_command_buffer=`.
+H200: about two minutes. The last column is the time of a warm step relative to the first ones.
+XLA runs many operators as one CUDA graph, whose parts a trace does not name: give
+`XLA_FLAGS=--xla_gpu_enable_command_buffer=`.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import gshard
 
-LENGTH = 2048
+STEPS = 5  # timed, and traced
 
 
 def block(x: Any, w: dict[str, Any], heads: int) -> Any:
@@ -48,52 +50,84 @@ def step(ws: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 1e-3 * g, ws, gradients)
 
 
-def profiled(width: int, rows: int, machine: Any) -> Any:
-    """The profile of a few steps, with a forecast for `machine`."""
+class Step(NamedTuple):
+    """A step with some rows: lowered, its trace, and its time once it is warm."""
+
+    lowered: Any
+    folder: str
+    slower: float  # wall time of warm steps, relative to that of the first ones
+
+
+def traced(width: int, shape: tuple[int, int], warm: float, folder: str) -> Step:
+    """A few steps under the profiler, after `warm` seconds of them.
+
+    A GPU lowers its clock within about a second of full load. Steps that are timed before that are
+    faster the fewer rows they have, and no hardware forecasts both them and training.
+    """
     d, f = width, 4 * width
     sizes = {**dict.fromkeys(("q", "k", "v", "out"), (d, d)), "gate": (d, f), "up": (d, f)}
     sizes["down"] = (f, d)
     key = jax.random.key(0)
     ws = [{n: 0.02 * jax.random.normal(key, s, jnp.bfloat16) for n, s in sizes.items()}] * 2
-    x = jax.random.normal(key, (rows, LENGTH, d), jnp.bfloat16)
+    x = jax.random.normal(key, (*shape, d), jnp.bfloat16)
     lowered = gshard.jit(step).lower(ws, x)
     compiled = lowered.compile()
+
+    def run() -> float:
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            jax.block_until_ready(compiled(ws, x))
+        return time.perf_counter() - start
+
     jax.block_until_ready(compiled(ws, x))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(5):
-                jax.block_until_ready(compiled(ws, x))
-        return lowered.measured(folder, machine)
+    cold, until = run(), time.perf_counter() + warm
+    while (last := run()) and time.perf_counter() < until:
+        pass
+    with jax.profiler.trace(folder):
+        run()
+    return Step(lowered, folder, last / cold)
 
 
-def row(count: int, found: Any, kind: str) -> dict[str, Any]:
-    """A line of the table, printed as soon as it is there."""
+def row(count: int, step: Step, kind: str, machine: Any = None) -> dict[str, Any]:
+    """A line of the table, printed as soon as it is known."""
+    found = step.lowered.measured(step.folder, machine)
     off = found.forecast / found.measured - 1
-    print(f"| {count} | {kind} | {found.measured:.4f} | {found.forecast:.4f} | {off:+.1%} |")
-    return {"rows": count, "kind": kind, "measured": found.measured, "forecast": found.forecast}
+    times = f"{found.measured:.4f} | {found.forecast:.4f} | {off:+.1%} | {step.slower:.3f}"
+    print(f"| {count} | {kind} | {times} |", flush=True)
+    own = {"rows": count, "kind": kind, "measured": found.measured, "forecast": found.forecast}
+    return {**own, "slower": step.slower, "profile": found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--fit", type=int, nargs="+", default=[2, 8, 20], help="profiled batches")
-    parser.add_argument("--unseen", type=int, nargs="*", default=[1, 4, 12, 16, 24])
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--fit", type=int, nargs="+", default=[2, 8], help="profiled batches")
+    parser.add_argument("--unseen", type=int, nargs="*", default=[1, 4, 12])
+    parser.add_argument("--warm", type=float, default=2.0, help="seconds of steps before a trace")
     parser.add_argument("--out", type=Path, help="also write the rows here, as JSON")
     args = parser.parse_args()
     device = jax.devices()[0].device_kind
-    print(f"{jax.device_count()} x {device}\n\n| rows | | measured s | forecast s | off |")
-    print("|---:|---|---:|---:|---:|")
-    seen = [profiled(args.width, count, None) for count in args.fit]
-    rows = [row(n, found, "before") for n, found in zip(args.fit, seen, strict=True)]
-    machine = seen[0].fitted_with(*seen[1:]).hardware
-    for count in sorted([*args.fit, *args.unseen]):
-        kind = "fitted" if count in args.fit else "unseen"
-        rows.append(row(count, profiled(args.width, count, machine), kind))
-    unseen = [abs(r["forecast"] / r["measured"] - 1) for r in rows if r["kind"] == "unseen"]
-    print(f"\nunseen batches: {max(unseen, default=0):.1%} off at most; {machine.efficiency}")
-    print(f"\n{seen[-1]}")
+    print(f"{jax.device_count()} x {device}, {args.warm:g} s of steps before each trace\n")
+    print("| rows | | measured s | forecast s | off | warm/first |\n|---:|---|---:|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as folder:
+
+        def at(count: int) -> Step:
+            return traced(args.width, (count, args.length), args.warm, f"{folder}/{count}")
+
+        fit = {count: at(count) for count in args.fit}
+        rows = [row(count, found, "before") for count, found in fit.items()]
+        first, *others = (own["profile"] for own in rows)
+        machine = first.fitted_with(*others).hardware
+        rows += [row(count, found, "fitted", machine) for count, found in fit.items()]
+        rows += [row(count, at(count), "unseen", machine) for count in args.unseen]
+    unseen = [r["forecast"] / r["measured"] - 1 for r in rows if r["kind"] == "unseen"]
+    print(f"\nunseen batches: {max(map(abs, unseen), default=0):.1%} off at most")
+    for own in sorted(rows, key=lambda r: r["rows"])[:: len(rows) - 1]:
+        print(f"\nwith {own['rows']} rows: {own['profile']}")
     if args.out:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        kept = [{name: v for name, v in own.items() if name != "profile"} for own in rows]
+        args.out.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

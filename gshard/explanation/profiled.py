@@ -94,7 +94,7 @@ class Profile:
             if shown:
                 text += ["", f"{title:<{width}}  {'measured':>9} {'forecast':>9} {'sent':>9}"]
             text += [
-                f"{row.name:<{width}}  {duration(row.measured):>9} "
+                f"{row.name:<{width}}  {duration(row.measured) if row.measured else '':>9} "
                 f"{duration(row.forecast) if row.forecast else '':>9} "
                 f"{size(row.sent) if row.sent else '':>9}".rstrip()
                 for row in shown
