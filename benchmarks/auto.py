@@ -3,6 +3,7 @@
     python -m benchmarks.auto                 forecasts of the large programs on 8 H100s
     python -m benchmarks.auto --measure       and values and step times of small ones, on 8 CPUs
     python -m benchmarks.auto --only resnet,moe   some of them
+    python -m benchmarks.auto --jobs 14       searches in so many processes; steps are timed after
     python -m benchmarks.auto --out docs/results/auto.md
 
 Each program gets no annotations, and is chosen a layout for; the same program with the annotations
@@ -14,10 +15,13 @@ compared with those of the program without partitioning.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
+import multiprocessing
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ import numpy as np
 import gshard
 from benchmarks.auto_cases import CASES, Case
 from examples.recipes.recipe import D
+from gshard.autosharding.layout.annotations import as_text
 
 RUNS = 15
 
@@ -84,11 +89,11 @@ def row(case: Case, hardware: str, seconds: float) -> Row:
         limit = int(1.02 * forecasts[case.memory_of].memory_bytes)
     fitting = {n: f for n, f in forecasts.items() if limit is None or f.memory_bytes <= limit}
     best = min(fitting, key=lambda n: fitting[n].serial_seconds)
-    began = time.monotonic()
+    began = time.process_time()
     layout = gshard.auto(
         case.fn, *case.arguments, devices=D, hardware=hardware, memory=limit, seconds=seconds
     )
-    took = time.monotonic() - began
+    took = time.process_time() - began
     return Row(
         case.name,
         best,
@@ -103,12 +108,22 @@ def row(case: Case, hardware: str, seconds: float) -> Row:
     )
 
 
-def measured(case: Case, expert: str, seconds: float) -> dict[str, Any]:
+def searched(name: str, hardware: str, seconds: float, small: bool) -> tuple[Row, str]:
+    """The row of a case, and the layout of its small version as JSON, if that is wanted."""
+    make = next(make for make in CASES if make.__name__ == name)
+    found = row(make(False), hardware, seconds)
+    if not small:
+        return found, ""
+    case = make(True)
+    layout = gshard.auto(case.fn, *case.arguments, devices=D, hardware="cpu", seconds=seconds / 2)
+    return found, as_text(layout)
+
+
+def measured(case: Case, expert: str, layout: gshard.Layout) -> dict[str, Any]:
     """Whether the values are those of the program, and the median step times of both layouts."""
-    layout = gshard.auto(case.fn, *case.arguments, devices=D, hardware="cpu", seconds=seconds)
     arguments = jax.tree.map(_drawn, case.arguments)
     programs = [
-        layout.jit().lower(*arguments).compile(),
+        gshard.jit(case.fn, annotations=layout, hardware="cpu").lower(*arguments).compile(),
         gshard.jit(case.experts[expert], hardware="cpu").lower(*arguments).compile(),
     ]
     placed = [program.place(*arguments) for program in programs]
@@ -150,8 +165,8 @@ def table(rows: list[Row], timed: bool, hardware: str) -> str:
         "",
         f"8 x {hardware}. Milliseconds are the forecast of the lowered program; the ratio is ours",
         "over the best expert's, and so are the bytes that a device sends. No layout takes less",
-        "than the bound. Annotated are arguments + tensors inside. The last column is how",
-        "many seconds it took to find the layout, on 2 cores.",
+        "than the bound. Annotated are arguments + tensors inside. Seconds are the processor",
+        "time that it took to find the layout.",
         *(
             [
                 "Values are those of a small version of the program on 8 virtual devices, against",
@@ -177,33 +192,54 @@ def table(rows: list[Row], timed: bool, hardware: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _pool(jobs: int) -> concurrent.futures.Executor:
+    """Processes that search, each with devices of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(jobs, spawn, _begin, max_tasks_per_child=1)
+
+
+def _begin() -> None:
+    jax.config.update("jax_num_cpu_devices", D)
+
+
+def _read(text: str) -> gshard.Layout:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(text)
+        file.flush()
+        return gshard.Layout.load(file.name)
+
+
 def main() -> None:
+    """Search, measure where that is asked for, and print the page."""
     jax.config.update("jax_num_cpu_devices", D)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="parts of names of cases, with commas between")
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each layout")
     parser.add_argument("--measure", action="store_true", help="values and step times too")
+    parser.add_argument("--jobs", type=int, default=1, help="layouts that are searched at a time")
     parser.add_argument("--keep", type=Path, help="rows found before, and where to keep new ones")
     parser.add_argument("--out", type=Path, help="write the table here")
     options = parser.parse_args()
+    makers = {make.__name__: make for make in CASES}
     known = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
-    for make in CASES:
-        wanted = any(part in make.__name__ for part in options.only.split(","))
-        if not wanted or make.__name__ in known:
-            continue
-        found = row(make(False), options.hardware, options.seconds)
+    parts = options.only.split(",")
+    names = [name for name in makers if any(part in name for part in parts) and name not in known]
+    given = options.hardware, options.seconds, options.measure
+    with _pool(options.jobs) as pool:
+        running = {name: pool.submit(searched, name, *given) for name in names}
+    for name in names:
+        found, text = running[name].result()
         if options.measure:
-            more = measured(make(True), found.expert, options.seconds / 2)
+            more = measured(makers[name](True), found.expert, _read(text))
             found = dataclasses.replace(found, **more)
         print(found.markdown(options.measure), file=sys.stderr, flush=True)
-        known[make.__name__] = dataclasses.asdict(found)
+        known[name] = dataclasses.asdict(found)
         if options.keep:
             options.keep.write_text(json.dumps(known, indent=1))
-    rows = [Row(**known[make.__name__]) for make in CASES if make.__name__ in known]
+    rows = [Row(**known[name]) for name in makers if name in known]
     if not rows:
-        names = ", ".join(make.__name__ for make in CASES)
-        parser.error(f"--only is {options.only!r}; the cases are {names}")
+        parser.error(f"--only is {options.only!r}; the cases are {', '.join(makers)}")
     page = table(rows, options.measure, options.hardware)
     print(page)
     if options.out:

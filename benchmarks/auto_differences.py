@@ -52,7 +52,7 @@ def differences(layout: Layout, machine: Hardware) -> dict[str, Line]:
     assert layout.function is not None
     subject = TracedProgram.of(layout.function, layout.arguments, layout.devices)
     mesh = tuple(layout.mesh.values())
-    model = build_lower_bound(subject.flat, mesh, machine, layout.limit, subject.returned)
+    model = build_lower_bound(subject, mesh, machine, layout.limit)
     answer = solve(_with_arguments(model, layout, subject), _SECONDS).answer
     assert answer is not None
     lines: dict[str, Line] = defaultdict(Line)

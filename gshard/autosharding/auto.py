@@ -16,14 +16,7 @@ from typing import Any
 
 import jax
 
-from gshard.autosharding.annotate import (
-    TOLERANCE,
-    AnnotationSearch,
-    best_of,
-    coordinate_descent,
-    fewest,
-    slowest,
-)
+from gshard.autosharding.annotate import TOLERANCE, AnnotationSearch, best_of, fewest, slowest
 from gshard.autosharding.budget import PHASES, WORK, Budget, Clock, bytes_of
 from gshard.autosharding.cost import MeshShape
 from gshard.autosharding.cost.rates import distinct_meshes
@@ -38,9 +31,6 @@ from gshard.graph.readable import size
 
 # The meshes whose answers are lowered.
 _LOWERED_MESHES = 3
-
-# At most this many single-annotation layouts of further arguments of one shape.
-_ALIKE = 8
 
 # How often the model is asked for less memory, where the lowered program holds too much, and for
 # how much less at least.
@@ -147,12 +137,12 @@ class _Chooser:
     evaluator: Evaluator
     gaps: list[float] = dataclasses.field(default_factory=list)
     looked_at: tuple[MeshShape, ...] = ()
-    tried: set[tuple[Annotated, ...]] = dataclasses.field(default_factory=set)  # without the solver
 
     def __post_init__(self) -> None:
         self.subject, self.machine = self.evaluator.subject, self.evaluator.machine
         self.limit, self.clock = self.evaluator.limit, self.evaluator.clock
         self.budget, self.model = Budget(self.clock), ModelSolver(self.evaluator)
+        self.untried = _first_annotations(self.subject)
 
     def chosen(self) -> Layout:
         """The best layout."""
@@ -167,8 +157,6 @@ class _Chooser:
                 meshes = dict.fromkeys(c.model.mesh for c in choices)
                 self.looked_at = tuple(meshes) or tuple(limits)[:1]
             layouts += self._lowered(choices, layouts, self.budget.enter("annotations"))
-            if number == 0:
-                layouts += self._simple(self.budget.enter("single annotations"))
             if not self._fits(layouts):
                 layouts += self._simplest(None)
             fitting = [a for a in layouts if a.memory_bytes <= self.limit]
@@ -209,8 +197,6 @@ class _Chooser:
     def _finished(self, fitting: Sequence[Layout]) -> Layout:
         """The best of these with a bound, and without the annotations that it does not need."""
         bound = self._bound(self.budget.enter("bound"))
-        more = self._more_time(self.budget.enter("single changes"))
-        fitting = [*fitting, *coordinate_descent(best_of(fitting), self.evaluator, more)]
         more = self._more_time(self.budget.enter("removal"))
         most = slowest(min(a.seconds for a in fitting), bound)
         near = [layout for layout in fitting if layout.seconds <= most]
@@ -262,36 +248,32 @@ class _Chooser:
     def _lowered(
         self, choices: Sequence[ModelAnswer], before: Sequence[Layout], clock: Clock
     ) -> list[Layout]:
-        """The layouts of the best meshes: nearly all of their answers with few annotations, or else
-        all of them; then what arguments alone make."""
-        more, layouts = self._more_time(clock), list[Layout]()
-        best = choices[:_LOWERED_MESHES]
+        """Layouts that are like the answers on the best meshes: with few annotations, and with all
+        only where these do not hold what the model promises."""
+        layouts, best = list[Layout](), choices[:_LOWERED_MESHES]
         for done, choice in enumerate(best):
             needed = not self._fits([*before, *layouts])
-            if needed or more():
-                share = clock.part(clock.left / (len(best) - done))
-                layouts += self._of_answer(choice, share, needed)
-        for choice in best:
-            if more():
-                layouts.append(AnnotationSearch(self.evaluator, choice).arguments())
+            if not needed and not self._more_time(clock)():
+                continue
+            part = clock.part(clock.left / (len(best) - done))
+            search, found, more = (
+                AnnotationSearch(self.evaluator, choice),
+                [],
+                self._more_time(part),
+            )
+            for layout in search.few(part):
+                found.append(layout)
+                if not self._all_worse_than_model(found, choice) or not more():
+                    break
+            worse = self._all_worse_than_model(found, choice) and more()
+            if worse or (needed and not self._fits(found)):
+                found.append(search.everything())
+            layouts += found
         return layouts
 
     def _fits(self, layouts: Sequence[Layout]) -> bool:
         """Whether one of these holds as little as is allowed."""
         return any(layout.memory_bytes <= self.limit for layout in layouts)
-
-    def _of_answer(self, choice: ModelAnswer, clock: Clock, needed: bool) -> list[Layout]:
-        """Layouts that are like an answer. One with all annotations only where few do not hold what
-        the model promises."""
-        search, found, more = AnnotationSearch(self.evaluator, choice), [], self._more_time(clock)
-        for layout in search.few(clock):
-            found.append(layout)
-            if not self._all_worse_than_model(found, choice) or not more():
-                break
-        worse = self._all_worse_than_model(found, choice)
-        if (needed and not self._fits(found)) or (worse and more()):
-            found.append(search.everything())
-        return found
 
     def _all_worse_than_model(self, layouts: Sequence[Layout], choice: ModelAnswer) -> bool:
         """Whether all of these are slower than the model of the answer says, or too large."""
@@ -299,46 +281,26 @@ class _Chooser:
         return not any(a.seconds <= most and a.memory_bytes <= self.limit for a in layouts)
 
     def _simplest(self, clock: Clock | None) -> list[Layout]:
-        """The layouts that people try first, as far as a clock has time: nothing split, the batch,
-        the batch and the states. What is not a state is taken for the batch.
-
-        They come before the solver, which would leave them no time, unless lowering takes long.
-        """
-        count, paths = self.subject.devices, self.subject.paths
-        states = {argument for _, argument in self.subject.states}
-        batch = tuple(_split(p, s, 0) for p, s in paths if p not in states and _rows(s, 0, count))
-        state = tuple(
-            _split(p, s, next(d for d in range(len(s)) if _rows(s, d, count)))
-            for p, s in paths
-            if p in states and any(_rows(s, d, count) for d in range(len(s)))
-        )
-        return self._tried([(), batch, batch + state], clock)
-
-    def _simple(self, clock: Clock) -> list[Layout]:
-        """Layouts with a single annotation, as far as time allows: the model may misjudge them.
-
-        The arguments of the most bytes come first; propagation completes them to layouts.
-        """
-        count = self.subject.devices
-        found: list[tuple[Annotated, ...]] = []
-        seen: set[tuple[int, ...]] = set()
-        alike: list[tuple[Annotated, ...]] = []  # of another argument of the same shape
-        for path, shape in sorted(self.subject.paths, key=lambda p: -math.prod(p[1])):
-            dims = [d for d in range(len(shape)) if _rows(shape, d, count)]
-            (alike if shape in seen else found).extend((_split(path, shape, d),) for d in dims)
-            seen.add(shape)
-        return self._tried(found + alike[:_ALIKE], clock)
-
-    def _tried(
-        self, annotations: Sequence[tuple[Annotated, ...]], clock: Clock | None
-    ) -> list[Layout]:
-        """Layouts with these annotations that were not lowered before, as far as there is time."""
+        """The layouts that people try first, as far as a clock has time, without those that were
+        lowered before. They precede the solver, which would leave them no time."""
         found = []
-        for chosen in annotations:
-            if chosen not in self.tried and (clock is None or self._more_time(clock)()):
-                self.tried.add(chosen)
-                found.append(self.evaluator.evaluate((self.subject.devices,), chosen))
+        while self.untried and (clock is None or self._more_time(clock)()):
+            found.append(self.evaluator.evaluate((self.subject.devices,), self.untried.pop(0)))
         return found
+
+
+def _first_annotations(subject: TracedProgram) -> list[tuple[Annotated, ...]]:
+    """Nothing split, the batch, the batch and the states. Arguments that are no states are taken
+    for the batch."""
+    count, states = subject.devices, {argument for _, argument in subject.states}
+    batch, both = list[Annotated](), list[Annotated]()
+    for path, shape in subject.paths:
+        dims = [dim for dim, rows in enumerate(shape) if rows >= count > 1]
+        if dims[:1] == [0] or (dims and path in states):
+            split = Annotated(path, shape, dims_of(dims[:1], len(shape)))
+            both.append(split)
+            batch += [] if path in states else [split]
+    return list(dict.fromkeys([(), tuple(batch), tuple(both)]))
 
 
 def too_large(least: Layout, evaluator: Evaluator, bound: float) -> TooLargeError:
@@ -353,13 +315,3 @@ def too_large(least: Layout, evaluator: Evaluator, bound: float) -> TooLargeErro
     )
     error.missing, error.bound = missing, bound
     return error
-
-
-def _rows(shape: tuple[int, ...], dim: int, count: int) -> bool:
-    """Whether a dim has a row for each of so many devices, if there are several."""
-    return len(shape) > dim and shape[dim] >= count > 1
-
-
-def _split(path: str, shape: tuple[int, ...], dim: int) -> Annotated:
-    """An argument with one dim over all devices."""
-    return Annotated(path, shape, dims_of((dim,), len(shape)))

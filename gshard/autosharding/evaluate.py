@@ -236,8 +236,8 @@ class ModelSolver:
             if 2 * work > clock.left and not (needed and best is None):
                 break
             clock.charge(work)
-            given = (limit, subject.returned, paired, self.evaluator.donates, subject.repeated)
-            model = build(subject.flat, mesh, self.evaluator.machine, *given)
+            given = (limit, paired, self.evaluator.donates)
+            model = build(subject, mesh, self.evaluator.machine, *given)
             share = clock.part(clock.left if number else 2 / 3 * clock.left)
             result = self._solved(model.problem, share, needed and not number)
             if result.answer is None:
@@ -269,8 +269,7 @@ class ModelSolver:
         if work > clock.left:
             return 0.0
         clock.charge(work)
-        given = (mesh, self.evaluator.machine, limit, subject.returned, subject.repeated)
-        problem = build_lower_bound(subject.flat, *given).problem
+        problem = build_lower_bound(subject, mesh, self.evaluator.machine, limit).problem
         # A bound at once: every operator at its cheapest, and nothing moves.
         own = problem.constant + sum(float(c.min(initial=math.inf)) for c in problem.costs)
         try:

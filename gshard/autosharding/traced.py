@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from gshard import _jax
 from gshard.autosharding.cost import NONE, MeshShape, specs_of
@@ -187,10 +187,10 @@ def _alike(one: Any, two: Any) -> bool:
     return all(np.shape(a) == b.shape and a.dtype == b.dtype for a, b in pairs)
 
 
-def leaving_borders(flat: ClosedJaxpr) -> set[tuple[Any, Any]]:
+def leaving_borders(jaxpr: Jaxpr) -> set[tuple[Any, Any]]:
     """The borders, by their ends, at which a value leaves a body or is carried to its next run."""
     found = set()
-    for loop in filter(None, map(Loop.of, walk(flat.jaxpr))):
+    for loop in filter(None, map(Loop.of, walk(jaxpr))):
         given = {var for body in loop.bodies for var in body.jaxpr.invars}
         made = [v for body in loop.bodies for v in body.jaxpr.outvars]
         carried = {var for var in made if not isinstance(var, Literal)}

@@ -181,14 +181,9 @@ def test_the_best_of_all_layouts_of_a_product(batch, features, hidden, devices):
 
 
 def test_an_annotation_in_the_program_is_kept():
-    from gshard.capture.flatten import inline
-    from gshard.capture.placement import device_order
-
     args = arguments(16)
-    with gshard.tensors.annotate.tracing_for(device_order(8)):
-        traced = jax.jit(data_parallel).trace(*args)
-    flat = inline(traced.jaxpr, device_order(8))
-    model = build(flat, (8,), hardware("h100"), 1e12)
+    subject = TracedProgram.of(data_parallel, args, 8)
+    model = build(subject, (8,), hardware("h100"), 1e12)
     assert any(np.isinf(c).any() for c in model.problem.costs)
     layout = gshard.auto(data_parallel, *args, devices=8, hardware="h100")
     assert layout.lowered.collectives  # gradients of the weights are summed, if nothing else

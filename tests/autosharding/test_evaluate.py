@@ -39,7 +39,7 @@ def attend(x, wq, wk, wo):
 def chosen(fn, *args, limit=H100.memory):
     """The evaluator of a program, and the answer on a mesh of one axis."""
     subject = TracedProgram.of(fn, args, 8)
-    model = build(subject.flat, MESH, H100, limit, subject.returned)
+    model = build(subject, MESH, H100, limit)
     result = solve(model.problem)
     evaluator = Evaluator(subject, H100, limit, {}, Clock(100.0, counted=True))
     peak = float(model.problem.memory.profile(result.answer).max())

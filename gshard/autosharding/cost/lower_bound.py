@@ -7,47 +7,171 @@ be left of it is charged, and only arguments are known to hold memory.
   one on the way. Whatever a program shares, it pays for the most expensive move of a tensor.
 - A transposed value is moved before or after it is transposed: its readers are readers of the value
   that it is a view of.
-- Small collectives can be combined: their latencies are left out.
-- An AllToAll between two matrix products comes with copies (`transposes`). Pointwise operators
-  would make them on the way, at no cost.
+- A value may be moved along several mesh axes with one collective or with one after the other, in
+  any order. Small collectives can be combined: their latencies are left out.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 from jax.extend.core import primitives as p
 
-from gshard.autosharding.cost import NONE, MeshShape, Spec, local_elements, specs_of, transposes
+from gshard.autosharding.cost import NONE, MeshShape, Spec, specs_of, tiles_of
 from gshard.autosharding.cost.copies import MOST_SPECS
 from gshard.autosharding.cost.model import Holding, MeshProblem, ModelBuilder
-from gshard.autosharding.cost.rates import Axes, LowerBoundRates
-from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Shares, Strategy, primitive_of
-from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints
-from gshard.autosharding.traced import ONCE, Repeated
+from gshard.autosharding.cost.rates import Axes, MeshRates, PartialSum
+from gshard.autosharding.cost.strategies import OperatorPrices, Shares, Strategy, primitive_of
+from gshard.autosharding.solver.problem import FORBIDDEN, Bools, Floats, Ints
+from gshard.autosharding.traced import TracedProgram
+from gshard.forecast.collective import collective_terms
 from gshard.forecast.hardware import Hardware
 from gshard.graph.kinds import PRODUCTS
 from gshard.propagation.flow import Edge
 from gshard.rules.base.rule import Rule
 
+_LARGE = 1 << 40  # bytes for which latency is nothing
+
 
 def build_lower_bound(
-    flat: ClosedJaxpr,
-    mesh: MeshShape,
-    hardware: Hardware,
-    limit: float,
-    returned: Sequence[tuple[int, int]] = (),
-    repeated: Repeated = ONCE,
+    subject: TracedProgram, mesh: MeshShape, hardware: Hardware, limit: float
 ) -> MeshProblem:
     """The problem whose least cost is a lower bound of the forecasts of all layouts over a mesh,
     where equations that are `repeated` are sharded like those they represent."""
-    prices = LowerBoundPrices(flat.jaxpr, mesh, hardware)
-    return LowerBoundBuilder(flat, prices, limit, math.prod(mesh), repeated).built(returned)
+    prices = LowerBoundPrices(subject.flat.jaxpr, mesh, hardware)
+    return LowerBoundBuilder(subject, prices, limit, fused_on=subject.devices).built()
+
+
+class LowerBoundRates(MeshRates):
+    """The least latencies, and the fewest seconds per byte.
+
+    A collective of more than `largest` bytes, or one that exchanges, has a latency of its own;
+    others may be combined. With no such limit (infinite), nothing has one.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: MeshShape, largest: float) -> None:
+        super().__init__(hardware, mesh)
+        self.largest = largest
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:
+        """Seconds from each spec of a tensor to each other one.
+
+        Cut first, which sends nothing; then move axes between dims; then gather. Or gather all that
+        moves.
+        """
+        specs = np.array(specs_of(shape, self.mesh)).reshape(-1, len(self.mesh))
+        source, target = np.broadcast_arrays(specs[:, None], specs[None])
+        cut = np.where(source == NONE, target, source) != NONE
+        held = math.prod(shape) * itemsize / np.where(cut, self.mesh, 1).prod(-1)
+        moved = (source != NONE) & (target != NONE) & (source != target)
+        gathered = (source != NONE) & (target == NONE)
+        exchanged = self._exchanges(source, target, moved, held) + self._gathers(gathered, held)
+        return np.minimum(exchanged, self._gathers(moved | gathered, held))
+
+    def sums(self, partial: PartialSum, spec: Spec) -> float:
+        """Seconds to add up partial results for a spec: to scatter them over all axes and to gather
+        them again over those that the spec does not use. Small ones pay no latency here."""
+        tiles = math.prod(tiles_of(partial.made, self.mesh, len(partial.shape)))
+        size = partial.itemsize * math.prod(partial.shape) / tiles
+        every = tuple(a for a in sorted(partial.axes) if self.mesh[a] > 1)
+        kept = tuple(a for a in every if spec[a] == NONE)
+        left = size / math.prod(self.mesh[a] for a in every if a not in kept)
+        kind = "all_reduce" if kept == every else "reduce_scatter"
+        sent = size * self._per_byte("reduce_scatter", every)
+        sent += left * self._per_byte("reduce_scatter", kept)
+        return sent + float(self._min_latency(kind, every, np.array(size), partial.share))
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def _per_byte(self, kind: str, axes: Axes) -> float:
+        """The fewest seconds per byte along some axes, in any number of steps. A ReduceScatter
+        leaves a part to the next one (and an AllGather costs as much per byte of its result)."""
+        found = []
+        for step in _parts(axes):
+            later = self._per_byte(kind, _without(axes, step))
+            parts = math.prod(self.mesh[a] for a in step) if kind == "reduce_scatter" else 1
+            found.append(self.terms(kind, step, _LARGE)[1] + later / parts)
+        return min(found, default=0.0)
+
+    def _exchanges(self, source: Floats, target: Floats, moved: Bools, held: Floats) -> Floats:
+        """Moves of axes from dim to dim: those between the same dims may be one, and all of them
+        may be one permutation of tiles."""
+        total, count = np.zeros(held.shape), np.zeros(held.shape)
+        for axes in self._subsets():
+            first = axes[0]
+            alike = moved & (source == source[..., first : first + 1])
+            alike &= target == target[..., first : first + 1]
+            inside = np.isin(np.arange(len(self.mesh)), axes)
+            together = (alike == inside).all(-1)
+            seconds = held * self._per_byte("all_to_all", axes)
+            seconds = seconds + self._min_latency("all_to_all", axes, held)
+            total += np.where(together, seconds, 0.0)
+            count += together * len(axes)
+        slope, latency = self._permuting
+        return np.where(count > 1, np.minimum(total, held * slope + latency), total)
+
+    def _gathers(self, gathered: Bools, held: Floats) -> Floats:
+        """Gathers along some axes of tiles that hold so many bytes each."""
+        total = np.zeros(held.shape)
+        for axes in self._subsets():
+            chosen = (gathered == np.isin(np.arange(len(self.mesh)), axes)).all(-1)
+            result = held * math.prod(self.mesh[a] for a in axes)
+            seconds = result * self._per_byte("reduce_scatter", axes)
+            seconds = seconds + self._min_latency("all_gather", axes, result)
+            total += np.where(chosen, seconds, 0.0)
+        return total
+
+    def _min_latency(self, kind: str, axes: Axes, sizes: Floats, share: float = 1.0) -> Floats:
+        """The least latencies of what moves along some axes, in any number of steps, without those
+        that may be combined with others.
+
+        `sizes` are of the largest step: of the operand, or of what is gathered; a `share` is sent.
+        """
+        if not axes:
+            return np.zeros(sizes.shape)
+        exchanged = kind == "all_to_all"
+        apart = (share * sizes > (0.0 if exchanged else self.largest)) & math.isfinite(self.largest)
+        found = []
+        for step in _parts(axes):
+            left = sizes if exchanged else sizes / math.prod(self.mesh[a] for a in step)
+            later = self._min_latency(kind, _without(axes, step), left, share)
+            found.append(self.terms(kind, step, 1)[0] * apart + later)
+        return np.min(found, axis=0)
+
+    def _subsets(self) -> Iterator[Axes]:
+        """All sets of axes with several devices, but the empty one."""
+        return _parts([axis for axis, size in enumerate(self.mesh) if size > 1])
+
+    @functools.cached_property
+    def _permuting(self) -> tuple[float, float]:
+        """Seconds per byte, and latency, of a permutation between neighbours along some axis."""
+        efficiency, found = self.hardware.efficiency, []
+        for axis in (axis for axis, size in enumerate(self.mesh) if size > 1):
+            after = np.roll(self.ids, -1, axis)
+            pairs = tuple(zip(self.ids.ravel().tolist(), after.ravel().tolist(), strict=True))
+            sent, waited = collective_terms(
+                self.topology, "collective_permute", _LARGE, pairs=pairs
+            )
+            found.append((sent / efficiency.links / _LARGE, waited + efficiency.operator_seconds))
+        slopes, latencies = zip(*found, strict=True) if found else ((0.0,), (0.0,))
+        return min(slopes), min(latencies)
+
+
+def _parts(axes: Sequence[int]) -> Iterator[Axes]:
+    """The sets of some of these axes, but the empty one."""
+    for count in range(1, len(axes) + 1):
+        yield from itertools.combinations(axes, count)
+
+
+def _without(axes: Axes, part: Axes) -> Axes:
+    return tuple(a for a in axes if a not in part)
 
 
 class LowerBoundPrices(OperatorPrices):
@@ -88,16 +212,6 @@ class LowerBoundPrices(OperatorPrices):
             return super().into_result(made, partial, atom, share)
         return np.zeros((len(made), 1))
 
-    def transposed(self, edge: Edge, number: int, dims: Sequence[int] | None) -> Floats:
-        """Seconds of the copies that come with exchanges of an operand (`transposes`)."""
-        shape, itemsize, position = self.specs(edge.atoms[0][number])
-        made = [self.spec(s, edge.factors.operands[number]) for s in self.strategies(edge)]
-        counts = np.array(
-            [[transposes(shape, dims, own, m, self.mesh) for own in position] for m in made]
-        )
-        sizes = [[local_elements(shape, own, self.mesh) for own in position]]
-        return self.rounded(2 * counts * sizes * itemsize * edge.runs / self.bandwidth * PICO)
-
 
 class LowerBoundBuilder(ModelBuilder):
     """The model of a program with these prices: what may be shared is paid once."""
@@ -105,22 +219,12 @@ class LowerBoundBuilder(ModelBuilder):
     prices: LowerBoundPrices
     slices_stay = False
 
-    def __init__(
-        self,
-        flat: ClosedJaxpr,
-        prices: LowerBoundPrices,
-        limit: float,
-        fused_on: int,
-        repeated: Repeated = ONCE,
-    ) -> None:
-        super().__init__(flat, prices, limit, fused_on=fused_on, repeated=repeated)
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
         self.readers: dict[Any, list[tuple[int, Floats]]] = defaultdict(list)  # and their moves
         # For a transposed value the value itself, and which of its dims each dim is.
         self.sources: dict[Any, tuple[Any, tuple[int, ...]]] = {}
-        self.products: set[Any] = set()  # results of matrix products
         for edge in self.flow.edges:
-            if primitive_of(edge) in PRODUCTS:
-                self.products.update(edge.atoms[1])
             if edge.eqn is not None and is_transpose(edge):
                 (operand,), (result,) = edge.atoms
                 source, dims = self.source(operand)
@@ -167,21 +271,14 @@ class LowerBoundBuilder(ModelBuilder):
 
     def holdings(self, length: int) -> list[Holding]:
         """Arguments alone."""
-        arguments = (var for var in self.flat.jaxpr.invars if var in self.nodes)
+        arguments = (var for var in self.jaxpr.invars if var in self.nodes)
         sizes = {var: self.local_bytes(var) * self.flow.runs[var] for var in arguments}
         return [(self.nodes[var], 0, length, size) for var, size in sizes.items()]
 
     def add_operand(self, edge: Edge, number: int, reader: int, table: Floats) -> None:
-        """A read, with the copies of exchanges between products on GPUs."""
-        if is_transpose(edge):
-            return  # who reads the result counts
-        var = edge.atoms[0][number]
-        source, dims = self.source(var)
-        between = source in self.products and primitive_of(edge) in PRODUCTS
-        if self.hardware.compiler == "gpu" and between:
-            view = None if var is source else dims
-            table = table + self.prices.transposed(edge, number, view)
-        self.add_read(var, reader, table)
+        """A read; who reads a transposed value counts, in place of the transpose."""
+        if not is_transpose(edge):
+            self.add_read(edge.atoms[0][number], reader, table)
 
     def add_read(self, var: Any, reader: int, table: Floats) -> None:
         """A node that reads a tensor: all of them pay together for the most expensive move."""

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from gshard.autosharding.cost import MeshShape, local_elements, sharding_of, specs_of
 from gshard.autosharding.cost.copies import SharedCopies, SharedCopy, reads_copy
@@ -30,7 +29,7 @@ from gshard.autosharding.cost.strategies import (
     primitive_of,
 )
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints, MemoryModel, Problem, unite
-from gshard.autosharding.traced import ONCE, Repeated, border_ends, border_table, leaving_borders
+from gshard.autosharding.traced import TracedProgram, border_ends, border_table, leaving_borders
 from gshard.forecast.hardware import Hardware
 from gshard.propagation.flow import Edge, Flow
 from gshard.tensors.tile import byte_size
@@ -67,42 +66,34 @@ class MeshProblem:
 
 
 def build(
-    flat: ClosedJaxpr,
+    subject: TracedProgram,
     mesh: MeshShape,
     hardware: Hardware,
     limit: float,
-    returned: Sequence[tuple[int, int]] = (),
     paired: Collection[Any] = (),
     donated: bool = False,
-    repeated: Repeated = ONCE,
 ) -> MeshProblem:
     """The problem of a program on one mesh, with so many bytes on each device.
 
-    `returned` are pairs of a result and an argument, by number: the result is the argument of the
-    next call, and is resharded for it where the two differ, and takes its place if it is `donated`.
-    `paired` are tensors whose copies count in the limit, `repeated` equations that represent equal
-    ones.
+    A result that is the argument of the next call is resharded for it where the two differ, and
+    takes its place if it is `donated`. `paired` are tensors whose copies count in the limit.
     """
-    prices = OperatorPrices(flat.jaxpr, mesh, hardware)
-    return ModelBuilder(flat, prices, limit, paired, donated, repeated=repeated).built(returned)
+    prices = OperatorPrices(subject.flat.jaxpr, mesh, hardware)
+    return ModelBuilder(subject, prices, limit, paired, donated).built()
 
 
 @functools.lru_cache(maxsize=4)
-def _read(
-    flat: ClosedJaxpr, devices: int, hardware: Hardware, fused_on: int, repeated: Repeated
-) -> tuple[Flow, FusedWork]:
+def _read(subject: TracedProgram, hardware: Hardware, fused_on: int) -> tuple[Flow, FusedWork]:
     """What is the same on all meshes."""
-    flow, times, eqns = Flow(flat.jaxpr, devices), repeated.times, repeated.eqns
-    alone = {a for e in flow.edges if e.eqn in eqns for a in (*e.atoms[0], *e.atoms[1])
-             if not isinstance(a, Literal)}  # fmt: skip
+    jaxpr, repeated = subject.flat.jaxpr, subject.repeated
+    flow, times, eqns = Flow(jaxpr, subject.devices), repeated.times, repeated.eqns
+    alone = {v for edge in flow.edges if edge.eqn in eqns for v in edge.variables}
     for edge in flow.edges:
         edge.runs *= times if edge.eqn in eqns else 1
         alone.difference_update(() if edge.eqn in eqns else edge.variables)
-    made = {var for eqn in eqns for var in eqn.outvars}
-    flow.runs.update(
-        {v: flow.runs[v] * times for v in made | alone.intersection(flat.jaxpr.invars)}
-    )
-    return flow, FusedWork(flat.jaxpr, hardware, devices, fused_on, repeated)
+    for var in {v for eqn in eqns for v in eqn.outvars} | alone.intersection(jaxpr.invars):
+        flow.runs[var] *= times
+    return flow, FusedWork(jaxpr, hardware, subject.devices, fused_on, repeated)
 
 
 class ModelBuilder:
@@ -112,20 +103,19 @@ class ModelBuilder:
 
     def __init__(
         self,
-        flat: ClosedJaxpr,
+        subject: TracedProgram,
         prices: OperatorPrices,
         limit: float,
         paired: Collection[Any] = (),
         donated: bool = False,
         fused_on: int = 1,
-        repeated: Repeated = ONCE,
     ) -> None:
-        self.flat, self.prices, self.limit, self.donated = flat, prices, limit, donated
-        self.mesh, self.hardware = prices.mesh, prices.hardware
-        devices, self.repeated = math.prod(self.mesh), repeated
-        self.flow, self.work = _read(flat, devices, self.hardware, fused_on, repeated)
+        self.subject, self.prices, self.limit, self.donated = subject, prices, limit, donated
+        self.mesh, self.hardware, self.repeated = prices.mesh, prices.hardware, subject.repeated
+        self.jaxpr = subject.flat.jaxpr
+        self.flow, self.work = _read(subject, self.hardware, fused_on)
         self.copies = SharedCopies(self.flow, self.mesh, limit, paired)
-        self.outwards = leaving_borders(flat)
+        self.outwards = leaving_borders(self.jaxpr)
         self.costs: list[Floats] = []
         self.edges: list[tuple[int, int, Floats]] = []
         self.nodes: dict[Any, int] = {}  # of tensors
@@ -135,9 +125,9 @@ class ModelBuilder:
         self.waiting: list[tuple[int, int, Floats]] = []  # partial sums, by operator and place
         self.made, self.used = dict[Any, int](), dict[Any, int]()  # the first and the last place
 
-    def built(self, returned: Sequence[tuple[int, int]]) -> MeshProblem:
+    def built(self) -> MeshProblem:
         """The finished problem."""
-        arguments = list(self.flat.jaxpr.invars)
+        arguments, results = self.jaxpr.invars, self.jaxpr.outvars
         for var in arguments:
             self.made[var] = 0
             if self._node(var) >= 0:
@@ -151,8 +141,8 @@ class ModelBuilder:
             self._copied(var, times)
         for var in self.flow.annotations:
             self._fix(var)
-        for result, argument in returned:
-            self._tie(self.flat.jaxpr.outvars[result], arguments[argument])
+        for result, argument in self.subject.returned:
+            self._tie(results[result], arguments[argument])
         self.finish()
         edges = unite(self.edges, self.costs)
         efficiency = self.hardware.efficiency
@@ -194,8 +184,8 @@ class ModelBuilder:
         """What is held: arguments and results for the entire step, other values while in use; and
         of what moves the other end too, copies while they are read and sums until they are taken.
         """
-        leaving = {v for v in self.flat.jaxpr.outvars if not isinstance(v, Literal)}
-        arguments = set(self.flat.jaxpr.invars)
+        leaving = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
+        arguments = set(self.jaxpr.invars)
         slack = self.hardware.efficiency.slack  # of temporaries
         found: list[Holding] = []
         for var, node in self.nodes.items():

@@ -1,8 +1,7 @@
 """What moving data along the axes of a mesh takes: seconds by kind of collective and bytes.
 
-`Rates` prices the collectives that a lowered program is likely to have. `LowerBoundRates` prices no
-more than any program pays: a value may be moved along several mesh axes with one collective or with
-one after the other, in any order, and may be combined with others.
+`Rates` prices the collectives that a lowered program is likely to have; `lower_bound` has rates of
+its own.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from gshard.autosharding.cost import (
     local_elements,
     mesh_shapes,
     specs_of,
-    tiles_of,
 )
 from gshard.autosharding.solver.problem import Bools, Floats, Ints
 from gshard.forecast.collective import collective_terms, reach
@@ -52,8 +50,7 @@ class PartialSum:
 # What gathering tiles of unequal sizes takes: in two steps, with rows evened out in between.
 _UNEVEN = 2.0
 
-# Bytes by which the likely rate of an axis is measured, and of which the latency is nothing.
-_SAMPLE, _LARGE = 1 << 24, 1 << 40
+_SAMPLE = 1 << 24  # bytes by which the likely rate of an axis is measured
 
 Axes = tuple[int, ...]
 
@@ -77,6 +74,14 @@ class MeshRates:
         sent, waited = collective_terms(self.topology, kind, size, groups)
         skew = efficiency.skew_seconds * reach(self.topology, groups)
         return waited + efficiency.operator_seconds + skew, sent / efficiency.links / size
+
+    def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:
+        """Seconds from each spec of a tensor to each other one."""
+        raise NotImplementedError
+
+    def sums(self, partial: PartialSum, spec: Spec) -> float:
+        """Seconds to add up partial results for a spec."""
+        raise NotImplementedError
 
 
 class Rates(MeshRates):
@@ -165,144 +170,3 @@ def distinct_meshes(machine: Hardware, devices: int) -> list[MeshShape]:
         ]
         found.setdefault(tuple(sorted(axes)), mesh)
     return list(found.values())
-
-
-class LowerBoundRates(MeshRates):
-    """Collectives along the axes of a mesh: the least latency, and the fewest seconds per byte.
-
-    A collective of more than `largest` bytes, or one that exchanges, has a latency of its own;
-    others may be combined. With no such limit (infinite), nothing has one.
-    """
-
-    def __init__(self, hardware: Hardware, mesh: MeshShape, largest: float) -> None:
-        super().__init__(hardware, mesh)
-        self.largest = largest
-
-    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
-    def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:
-        """Seconds from each spec of a tensor to each other one.
-
-        Cut first, which sends nothing; then move axes between dims; then gather. Or gather all that
-        moves.
-        """
-        specs = np.array(specs_of(shape, self.mesh)).reshape(-1, len(self.mesh))
-        source, target = np.broadcast_arrays(specs[:, None], specs[None])
-        cut = np.where(source == NONE, target, source) != NONE
-        held = math.prod(shape) * itemsize / np.where(cut, self.mesh, 1).prod(-1)
-        moved = (source != NONE) & (target != NONE) & (source != target)
-        gathered = (source != NONE) & (target == NONE)
-        exchanged = self._exchanges(source, target, moved, held) + self._gathers(gathered, held)
-        return np.minimum(exchanged, self._gathers(moved | gathered, held))
-
-    def sums(self, partial: PartialSum, spec: Spec) -> float:
-        """Seconds to add up partial results for a spec: to scatter them over all axes and to gather
-        them again over those that the spec does not use. Small ones pay no latency here."""
-        size, every = self._tile(partial), self._nontrivial_axes(partial)
-        if not every:
-            return 0.0
-        kept = tuple(a for a in every if spec[a] == NONE)
-        left = size / math.prod(self.mesh[a] for a in every if a not in kept)
-        kind = "all_reduce" if kept == every else "reduce_scatter"
-        sent = size * self._scattering(every) + (left * self._scattering(kept) if kept else 0.0)
-        return sent + float(self._min_latency(kind, every, np.array(size), partial.share))
-
-    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
-    def _per_byte(self, kind: str, axes: Axes, shrinks: bool) -> float:
-        """The fewest seconds per byte along some axes, in any number of steps; a step may leave a
-        part to the next one, one for each of its devices."""
-        found = []
-        for part in _parts(axes):
-            later = self._per_byte(kind, _without(axes, part), shrinks)
-            parts = math.prod(self.mesh[a] for a in part) if shrinks else 1
-            found.append(self.terms(kind, part, _LARGE)[1] + later / parts)
-        return min(found, default=0.0)
-
-    def _tile(self, partial: PartialSum) -> float:
-        """Bytes that a device has of partial results."""
-        tiles = tiles_of(partial.made, self.mesh, len(partial.shape))
-        return partial.itemsize * math.prod(partial.shape) / math.prod(tiles)
-
-    def _nontrivial_axes(self, partial: PartialSum) -> Axes:
-        """The axes with several devices that partial results are summed over."""
-        return tuple(a for a in sorted(partial.axes) if self.mesh[a] > 1)
-
-    def _exchanges(self, source: Floats, target: Floats, moved: Bools, held: Floats) -> Floats:
-        """Moves of axes from dim to dim: those between the same dims may be one, and all of them
-        may be one permutation of tiles."""
-        total, count = np.zeros(held.shape), np.zeros(held.shape)
-        for axes in self._subsets():
-            first = axes[0]
-            alike = moved & (source == source[..., first : first + 1])
-            alike &= target == target[..., first : first + 1]
-            inside = np.isin(np.arange(len(self.mesh)), axes)
-            together = (alike == inside).all(-1)
-            seconds = held * self._exchanging(axes) + self._min_latency("all_to_all", axes, held)
-            total += np.where(together, seconds, 0.0)
-            count += together * len(axes)
-        slope, latency = self._permuting
-        return np.where(count > 1, np.minimum(total, held * slope + latency), total)
-
-    def _gathers(self, gathered: Bools, held: Floats) -> Floats:
-        """Gathers along some axes of tiles that hold so many bytes each."""
-        total = np.zeros(held.shape)
-        for axes in self._subsets():
-            chosen = (gathered == np.isin(np.arange(len(self.mesh)), axes)).all(-1)
-            result = held * math.prod(self.mesh[a] for a in axes)
-            seconds = result * self._scattering(axes) + self._min_latency(
-                "all_gather", axes, result
-            )
-            total += np.where(chosen, seconds, 0.0)
-        return total
-
-    def _min_latency(self, kind: str, axes: Axes, sizes: Floats, share: float = 1.0) -> Floats:
-        """The least latencies of what moves along some axes, in any number of steps, without those
-        that may be combined with others.
-
-        `sizes` are of the largest step: of the operand, or of what is gathered; a `share` is sent.
-        """
-        if not axes:
-            return np.zeros(sizes.shape)
-        exchanged = kind == "all_to_all"
-        apart = (share * sizes > (0.0 if exchanged else self.largest)) & math.isfinite(self.largest)
-        found = []
-        for step in _parts(axes):
-            left = sizes if exchanged else sizes / math.prod(self.mesh[a] for a in step)
-            later = self._min_latency(kind, _without(axes, step), left, share)
-            found.append(self.terms(kind, step, 1)[0] * apart + later)
-        return np.min(found, axis=0)
-
-    def _subsets(self) -> Iterator[Axes]:
-        """All sets of axes with several devices, but the empty one."""
-        return _parts([axis for axis, size in enumerate(self.mesh) if size > 1])
-
-    def _scattering(self, axes: Axes) -> float:
-        """Seconds per byte of a ReduceScatter along some axes; of an AllGather, of its result."""
-        return self._per_byte("reduce_scatter", axes, shrinks=True)
-
-    def _exchanging(self, axes: Axes) -> float:
-        """The same of an AllToAll, per byte that a device has."""
-        return self._per_byte("all_to_all", axes, shrinks=False)
-
-    @functools.cached_property
-    def _permuting(self) -> tuple[float, float]:
-        """Seconds per byte, and latency, of a permutation between neighbours along some axis."""
-        efficiency, found = self.hardware.efficiency, []
-        for axis in (axis for axis, size in enumerate(self.mesh) if size > 1):
-            after = np.roll(self.ids, -1, axis)
-            pairs = tuple(zip(self.ids.ravel().tolist(), after.ravel().tolist(), strict=True))
-            sent, waited = collective_terms(
-                self.topology, "collective_permute", _LARGE, pairs=pairs
-            )
-            found.append((sent / efficiency.links / _LARGE, waited + efficiency.operator_seconds))
-        slopes, latencies = zip(*found, strict=True) if found else ((0.0,), (0.0,))
-        return min(slopes), min(latencies)
-
-
-def _parts(axes: Sequence[int]) -> Iterator[Axes]:
-    """The sets of some of these axes, but the empty one."""
-    for count in range(1, len(axes) + 1):
-        yield from itertools.combinations(axes, count)
-
-
-def _without(axes: Axes, part: Axes) -> Axes:
-    return tuple(a for a in axes if a not in part)

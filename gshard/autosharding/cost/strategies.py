@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 
 from gshard.autosharding.cost import NONE, MeshShape, Spec, local_elements, sharding_of, specs_of
-from gshard.autosharding.cost.rates import Axes, LowerBoundRates, PartialSum, Rates
+from gshard.autosharding.cost.rates import Axes, MeshRates, PartialSum, Rates
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats
 from gshard.autosharding.traced import ONCE, Repeated
 from gshard.forecast.dataflow import DeviceOperator, Op, elements, size_of
@@ -193,11 +193,11 @@ class OperatorPrices:
         self.weights = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
         self.bandwidth = hardware.memory_bandwidth * hardware.efficiency.memory
 
-    def moves(self, share: float = 1.0) -> Rates | LowerBoundRates:
+    def moves(self, share: float = 1.0) -> MeshRates:
         """What moves take, of values of which this share moves."""
         return self.alone
 
-    def sums(self, shape: tuple[int, ...]) -> Rates | LowerBoundRates:
+    def sums(self, shape: tuple[int, ...]) -> MeshRates:
         """What sums take: those of gradients can be combined, since nothing waits for them."""
         return self.combined if shape in self.weights else self.alone
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def groups(annotations: Iterable[Annotated | AnnotatedInside]) -> list[Group]:
     return [tuple(group) for group in found.values()]
 
 
-def dims_of(spec: Spec, rank: int) -> Dims:
+def dims_of(spec: Sequence[int], rank: int) -> Dims:
     """The names of the mesh axes that cut each dim."""
     return tuple(
         tuple(AXES[axis] for axis, at in enumerate(spec) if at == dim) for dim in range(rank)

@@ -42,11 +42,11 @@ ARGUMENTS = [struct(4096, 4096)] * 6, struct(8192, 4096)
 
 def _layout(subject, limit, copies):
     """The best answer of the model on 8 devices in a row, with copies counted or not."""
-    model = build(subject.flat, (8,), MACHINE, limit)
+    model = build(subject, (8,), MACHINE, limit)
     answer = solve(model.problem).answer
     if copies:
         assert model.uncounted(answer)
-        model = build(subject.flat, (8,), MACHINE, limit, paired=set(model.copies))
+        model = build(subject, (8,), MACHINE, limit, paired=set(model.copies))
         answer = solve(model.problem).answer
         assert not model.uncounted(answer)
     peak = model.problem.memory.profile(answer).max()
@@ -73,15 +73,15 @@ def test_partial_sums_count():
         return x @ w
 
     arguments = struct(4096, 65_536), struct(65_536, 4096)
-    flat = TracedProgram.of(product, arguments, 8).flat
+    subject = TracedProgram.of(product, arguments, 8)
     least = 4096 * 65_536 * 4 * 2 / 8 + 4096 * 4096 * 4 / 8  # all split over the long dim
     partial = 4096 * 4096 * 4 * MACHINE.efficiency.slack
-    model = build(flat, (8,), MACHINE, 1.01 * (least + partial))
+    model = build(subject, (8,), MACHINE, 1.01 * (least + partial))
     inner = solve(model.problem)
-    assert [
-        specs_of(v.aval.shape, (8,))[inner.answer[model.nodes[v]]] for v in flat.jaxpr.invars
-    ] == [(1,), (0,)]
-    tight = solve(build(flat, (8,), MACHINE, least + 0.9 * partial).problem)
+    given = subject.flat.jaxpr.invars
+    taken = [specs_of(v.aval.shape, (8,))[inner.answer[model.nodes[v]]] for v in given]
+    assert taken == [(1,), (0,)]
+    tight = solve(build(subject, (8,), MACHINE, least + 0.9 * partial).problem)
     assert tight.cost > inner.cost
 
 
@@ -117,7 +117,7 @@ def test_states_count_as_they_are_returned(donated):
     """At the end of a step arguments and results are held, the weights as in the next step."""
     subject = TracedProgram.of(step, ARGUMENTS, 8)
     jaxpr = subject.flat.jaxpr
-    model = build(subject.flat, (8,), MACHINE, 600 * MB, subject.returned, donated=donated)
+    model = build(subject, (8,), MACHINE, 600 * MB, donated=donated)
     answer = solve(model.problem).answer
     for var in jaxpr.invars:  # whatever the update of a weight is sharded like
         answer[model.nodes[var]] = specs_of(var.aval.shape, (8,)).index((NONE,))
