@@ -23,7 +23,7 @@ from gshard.autosharding.layers import transferred
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.layout.annotations import AXES, Annotated, AnnotatedInside, dims_on
 from gshard.autosharding.layout.summary import Considered
-from gshard.autosharding.solver import solve, solve_with_priced_memory
+from gshard.autosharding.solver import solve, solve_near_limit
 from gshard.autosharding.solver.ilp import Result
 from gshard.autosharding.solver.problem import ROUNDING, Floats, Ints, NoAnswerError, Problem
 from gshard.autosharding.solver.search import improve
@@ -260,7 +260,7 @@ class ModelSolver:
         except NoAnswerError:
             fits = False
         if result.answer is None and (needed or not fits):
-            result = solve_with_priced_memory(problem, clock)
+            result = solve_near_limit(problem, clock)
         return result
 
     def bound(self, mesh: MeshShape, limit: float, clock: Clock) -> float:

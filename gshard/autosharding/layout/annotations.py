@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,33 +120,25 @@ def names_of(layout: Any) -> dict[str, str]:
 
 
 _FORMAT = "gshard layout 1"
-_FIGURES = ("seconds", "bound", "solver_gap")
+_FIGURES = ("seconds", "memory_bytes", "bound", "solver_gap")
 
 
 def as_text(layout: Any) -> str:
     """A layout as JSON."""
     names = names_of(layout)
 
+    def entry(a: Annotated | AnnotatedInside) -> dict[str, Any]:
+        dims = [list(axes) for axes in a.dims]
+        return {"shape": list(a.shape), "dims": dims, "saves": a.saves}
+
     def listed(annotations: tuple[Annotated, ...]) -> dict[str, Any]:
-        return {
-            a.path: {
-                "name": names.get(a.path, a.name),
-                "shape": list(a.shape),
-                "dims": _lists(a.dims),
-                "saves": a.saves,
-            }
-            for a in annotations
-        }
+        return {a.path: {"name": names.get(a.path, a.name), **entry(a)} for a in annotations}
 
     inside = [
         {
-            "source": a.place.source,
-            "operator": a.place.operator,
-            "backward": a.place.backward,
-            "shape": list(a.shape),
+            **{name: getattr(a.place, name) for name in ("source", "operator", "backward")},
             "numbers": None if a.numbers is None else list(a.numbers),
-            "dims": _lists(a.dims),
-            "saves": a.saves,
+            **entry(a),
         }
         for a in layout.inside
     ]
@@ -157,10 +148,7 @@ def as_text(layout: Any) -> str:
         "arguments": listed(layout.annotations),
         "results": listed(layout.results),
         "inside": inside,
-        "hardware": layout.hardware,
-        "memory_bytes": layout.memory_bytes,
-        "stages": layout.stages,
-        **{name: getattr(layout, name) for name in _FIGURES},
+        **{name: getattr(layout, name) for name in ("hardware", "stages", *_FIGURES)},
     }
     return json.dumps(content, indent=1) + "\n"
 
@@ -173,36 +161,37 @@ def read(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if content.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a layout: its format is not {_FORMAT!r}")
-    given = content.get("mesh")
-    mesh: dict[str, int] = given if isinstance(given, dict) else {}
-    if not mesh or not all(_is_count(n, 1) for n in mesh.values()):
-        raise ValueError(
-            f"{path}: mesh is {short_repr(given)}; allowed are names with positive sizes"
+
+    def field(name: str, kind: type, allowed: str, default: Any = None) -> Any:
+        found = content.get(name, default)
+        return _expect(f"{path}: {name}", found, isinstance(found, kind), allowed)
+
+    mesh = field("mesh", dict, "an object with sizes by name")
+    positive = bool(mesh) and all(_is_count(n, 1) for n in mesh.values())
+    _expect(f"{path}: mesh", mesh, positive, "names with positive sizes")
+    fields = {name: _number(f"{path}: {name}", content.get(name)) for name in _FIGURES}
+    fields |= {"mesh": mesh, "hardware": printable(str(content.get("hardware", "")))}
+    for name, key in (("annotations", "arguments"), ("results", "results")):
+        fields[name] = tuple(
+            _annotated(f"{path}: {key.removesuffix('s')} {printable(at)}", at, entry, mesh)
+            for at, entry in field(key, dict, "an object by path", {}).items()
         )
-    kinds = {"annotations": ("arguments", "argument"), "results": ("results", "result")}
-    fields: dict[str, Any] = {"mesh": mesh, "hardware": printable(str(content.get("hardware", "")))}
-    for field, (key, word) in kinds.items():
-        entries = content.get(key, {})
-        if not isinstance(entries, dict):
-            raise ValueError(
-                f"{path}: {key} are {short_repr(entries)}; allowed is an object by path"
-            )
-        fields[field] = tuple(
-            _annotated(f"{path}: {word} {printable(name)}", name, entry, mesh)
-            for name, entry in entries.items()
-        )
-    listed = content.get("inside", [])
-    if not isinstance(listed, list):
-        raise ValueError(f"{path}: inside is {short_repr(listed)}; allowed is a list")
     fields["inside"] = tuple(
-        _inside(f"{path}: inside {number}", entry, mesh) for number, entry in enumerate(listed)
+        _inside(f"{path}: inside {number}", entry, mesh)
+        for number, entry in enumerate(field("inside", list, "a list", []))
     )
-    fields["stages"] = content.get("stages", 0)
-    if not _is_count(fields["stages"], 0):
-        raise ValueError(f"{path}: stages are {short_repr(fields['stages'])}; allowed is a number")
-    for name in ("memory_bytes", *_FIGURES):
-        fields[name] = _number(f"{path}: {name}", content.get(name, math.nan))
-    return fields
+    stages = content.get("stages", 0)
+    return {
+        **fields,
+        "stages": _expect(f"{path}: stages", stages, _is_count(stages, 0), "a number"),
+    }
+
+
+def _expect(where: str, value: Any, right: bool, allowed: str) -> Any:
+    """A value, or an error where it is not right."""
+    if not right:
+        raise ValueError(f"{where} is {short_repr(value)}; allowed is {allowed}")
+    return value
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -210,61 +199,48 @@ def _is_count(value: Any, least: int) -> bool:
 
 
 def _number(where: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{where} is {short_repr(value)}; allowed is a number")
-    return value
+    right = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return _expect(where, value, right, "a number")
 
 
-def _lists(dims: Dims) -> list[list[str]]:
-    return [list(axes) for axes in dims]
-
-
-def _annotated(where: str, name: str, entry: Any, mesh: Mapping[str, int]) -> Annotated:
-    shape, dims = _checked(where, entry, mesh)
-    saves, called = _number(f"{where}: saves", entry.get("saves", 0.0)), entry.get("name", "")
-    return Annotated(name, shape, dims, saves, printable(str(called)))
+def _annotated(where: str, path: str, entry: Any, mesh: Mapping[str, int]) -> Annotated:
+    shape, dims, saves = _checked(where, entry, mesh)
+    return Annotated(path, shape, dims, saves, printable(str(entry.get("name", ""))))
 
 
 def _inside(where: str, entry: Any, mesh: Mapping[str, int]) -> AnnotatedInside:
-    shape, dims = _checked(where, entry, mesh)
-    if not isinstance(entry.get("source"), str) or not isinstance(entry.get("operator"), str):
-        raise ValueError(f"{where} is {short_repr(entry)}; it needs a source and an operator")
-    numbers = entry.get("numbers")
-    listed = numbers is None or isinstance(numbers, list)
-    if not listed or not all(_is_count(n, 0) for n in numbers or ()):
-        raise ValueError(
-            f"{where}: numbers are {short_repr(numbers)}; allowed are null and numbers >= 0"
-        )
-    place = TensorSite(entry["source"], entry["operator"], bool(entry.get("backward")), shape)
-    counted = None if numbers is None else tuple(numbers)
-    saves = _number(f"{where}: saves", entry.get("saves", 0.0))
-    return AnnotatedInside(place, counted, dims, saves)
+    shape, dims, saves = _checked(where, entry, mesh)
+    source, operator, numbers = map(entry.get, ("source", "operator", "numbers"))
+    named = isinstance(source, str) and isinstance(operator, str)
+    _expect(where, entry, named, "an object with a source and an operator too")
+    right = numbers is None or (isinstance(numbers, list) and all(_is_count(n, 0) for n in numbers))
+    _expect(f"{where}: numbers", numbers, right, "null, or a list of numbers >= 0")
+    place = TensorSite(source, operator, bool(entry.get("backward")), shape)
+    return AnnotatedInside(place, None if numbers is None else tuple(numbers), dims, saves)
 
 
-def _checked(where: str, entry: Any, mesh: Mapping[str, int]) -> tuple[tuple[int, ...], Dims]:
-    """The shape and the dims of an entry."""
-    if not isinstance(entry, dict) or not {"shape", "dims"} <= set(entry):
-        raise ValueError(
-            f"{where} is {short_repr(entry)}; allowed is an object with shape and dims"
-        )
-    shape, dims = entry["shape"], entry["dims"]
-    if not isinstance(shape, list) or not all(_is_count(n, 0) for n in shape):
-        raise ValueError(f"{where}: shape is {short_repr(shape)}; allowed is a list of sizes")
+def _checked(
+    where: str, entry: Any, mesh: Mapping[str, int]
+) -> tuple[tuple[int, ...], Dims, float]:
+    """The shape and the dims of an entry, and what it saves."""
+    described = isinstance(entry, dict) and {"shape", "dims"} <= set(entry)
+    _expect(where, entry, described, "an object with shape and dims")
+    shape, dims, order = entry["shape"], entry["dims"], list(mesh)
+    sizes = isinstance(shape, list) and all(_is_count(n, 0) for n in shape)
+    _expect(f"{where}: shape", shape, sizes, "a list of sizes")
     if not isinstance(dims, list) or len(dims) != len(shape):
         raise ValueError(f"{where} has {len(shape)} dims, and dims are given as {short_repr(dims)}")
-    if wrong := [axes for axes in dims if not isinstance(axes, list)]:
-        raise ValueError(
-            f"{where}: a dim is {short_repr(wrong[0])}; allowed is a list of mesh axes"
-        )
+    for axes in dims:
+        _expect(f"{where}: a dim", axes, isinstance(axes, list), "a list of mesh axes")
     used = [axis for axes in dims for axis in axes]
     if unknown := [axis for axis in used if not isinstance(axis, str) or axis not in mesh]:
-        raise ValueError(f"{where}: axis {short_repr(unknown[0])} is not in the mesh {list(mesh)}")
+        raise ValueError(f"{where}: axis {short_repr(unknown[0])} is not in the mesh {order}")
     if len(set(used)) < len(used):
         raise ValueError(f"{where}: a mesh axis splits two dims: {short_repr(dims)}")
-    order = list(mesh)
     if mixed := [axes for axes in dims if axes != sorted(axes, key=order.index)]:
         raise ValueError(
             f"{where}: the axes of a dim are {short_repr(mixed[0])}; their order has to be that of "
             f"the mesh, {order}"
         )
-    return tuple(shape), tuple(tuple(axes) for axes in dims)
+    saves = _number(f"{where}: saves", entry.get("saves", 0.0))
+    return tuple(shape), tuple(tuple(axes) for axes in dims), saves

@@ -9,7 +9,7 @@ import numpy as np
 from gshard.autosharding.budget import Clock
 from gshard.autosharding.solver.ilp import Progress, Result, solve_exactly
 from gshard.autosharding.solver.presolve import presolve
-from gshard.autosharding.solver.problem import Problem
+from gshard.autosharding.solver.problem import NoAnswerError, Problem
 from gshard.autosharding.solver.search import Search
 
 # Pairs of strategies up to which HiGHS gets all of a problem at once, and for which share of the
@@ -17,8 +17,8 @@ from gshard.autosharding.solver.search import Search
 _EXACT = ((100_000, 0.6), (300_000, 0.3))
 _PROVED = 1e-6  # the gap below which a search is not worth its time
 
-# Prices of the memory at the peak, each as the share of the cost that all of it costs together.
-_PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
+# Multiples of a memory limit that nothing fits into, which are tried one after the other.
+_ABOVE_LIMIT = (1.1, 1.5, 3.0, np.inf)
 
 
 def solve(
@@ -66,30 +66,17 @@ def _solved(problem: Problem, clock: Clock, report: Progress) -> Result:
     return bounded(Search(problem, clock, lambda r: report(bounded(r)), exact.answer).run())
 
 
-def solve_with_priced_memory(problem: Problem, clock: Clock) -> Result:
-    """An answer that holds little at the peak, where none within the limit was found.
-
-    A price for each byte that is held at the peak takes the place of the limit; it rises until the
-    answer fits, or nearly nothing is held. That proves nothing, so that the gap is infinite.
-    """
-    memory = problem.memory
-    free = dataclasses.replace(memory, limit=np.full_like(memory.limit, np.inf))
-    priced = dataclasses.replace(problem, memory=free)
-    share = clock.left / (len(_PRICES) + 1)
-    best = solve(priced, clock.part(share)).answer
-    for price in _PRICES if best is not None else ():
-        assert best is not None
-        profile = memory.profile(best)
-        at = int(np.argmax(profile))
-        per_byte = price * problem.cost(best) / max(float(profile[at]), 1.0)
-        costs = list(problem.costs)
-        for holding in np.flatnonzero((memory.start <= at) & (at < memory.stop)):
-            node, first = int(memory.node[holding]), memory.first[holding]
-            usage = memory.usage[first : memory.first[holding + 1]]
-            costs[node] = costs[node] + np.rint(per_byte * usage)
-        priced = dataclasses.replace(priced, costs=tuple(costs))
-        best = solve(priced, clock.part(share)).answer
-        if best is None or problem.excess(best) <= 0:
+def solve_near_limit(problem: Problem, clock: Clock) -> Result:
+    """An answer that holds little, where none within the limit was found: the limit rises until
+    there is one. That proves nothing, so that the gap is infinite."""
+    found, memory = None, problem.memory
+    for more in _ABOVE_LIMIT:
+        relaxed = dataclasses.replace(memory, limit=more * np.maximum(memory.limit, 1.0))
+        try:
+            part = clock.part(clock.left / 2)
+            found = solve(dataclasses.replace(problem, memory=relaxed), part).answer
+        except NoAnswerError:
+            continue
+        if found is not None:
             break
-    cost = np.inf if best is None else problem.cost(best)
-    return Result(best, cost, -np.inf)
+    return Result(found, np.inf if found is None else problem.cost(found), -np.inf)
