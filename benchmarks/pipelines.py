@@ -53,7 +53,13 @@ SMALL = Size(L=8, B=32, S=32, M=64, N=4, F=256, V=256)
 DEEP = Size(L=32, B=8, S=4, M=128, N=4, F=512, V=256)
 SOCKETS = Size(L=8, B=64, S=64, M=1024, N=8, F=4096, V=256)
 PAPER = Size(L=36, B=128, S=1024, M=1024, N=16, F=8192, V=256)  # stage 0: 5 layers, no head
-LIMIT = 150  # seconds for a program on the GPU
+LIMIT = 60  # seconds for a program on the GPU
+_GRAPHS = "--xla_gpu_enable_command_buffer="
+BUFFERS = {
+    "default": "",
+    "none": _GRAPHS,
+    "loops": f"{_GRAPHS}FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
+}  # what XLA puts into CUDA graphs
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 
 
@@ -217,8 +223,11 @@ def placed(lowered: gshard.Lowered, arguments: Any) -> Any:
     )
 
 
-def on_gpu(stages: int, schedule: str, out: str) -> None:
-    """Milliseconds of one stage of `stages`, or (0) of as many layers without a pipeline."""
+def on_gpu(stages: int, schedule: str, out: str, buffers: str) -> None:
+    """Milliseconds of one stage of `stages`, or (0) of as many layers without a pipeline.
+
+    With no command `buffers` there is a profile: it names no kernels of CUDA graphs.
+    """
     microbatches, begin = 16, time.perf_counter()
     if stages:  # before JAX looks for devices
         jax.config.update("jax_mock_gpu_topology", f"1x{stages}x1")
@@ -229,6 +238,7 @@ def on_gpu(stages: int, schedule: str, out: str) -> None:
 
     def tell(line: str) -> None:
         name = f"{stages} stages by {schedule}" if stages else "no pipeline"
+        name = name if buffers == "default" else f"{name} ({buffers} in command buffers)"
         say(f"{name}, {time.perf_counter() - begin:.0f} s: {line}", out)
 
     with numbers_of({"numbers": "real"}):
@@ -241,6 +251,8 @@ def on_gpu(stages: int, schedule: str, out: str) -> None:
     tell("arguments are there")
     found = seconds(compiled, given)
     tell(f"{1e3 * found:.1f} ms for {microbatches} microbatches, {peak_gb():.0f} GB")
+    if buffers != "none":
+        return
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(compiled(*given))
@@ -304,15 +316,15 @@ def run_on_gpu(again: list[str], out: str) -> None:
     XLA divides autotuning among the devices of a program: it would wait for those that are mock.
     """
     flags = " ".join((os.environ.get("XLA_FLAGS", ""), CUBLAS, ALONE))
-    flags += " --xla_gpu_enable_command_buffer="  # a profile names no kernels of CUDA graphs
-    for stages, schedule in ((0, "1f1b"), (8, "1f1b"), (8, "zb-h1")):
-        command = [*again, "--of", str(stages), "--schedule", schedule, "--out", out]
-        try:
-            subprocess.run(
-                command, check=True, timeout=LIMIT, env={**os.environ, "XLA_FLAGS": flags}
-            )
-        except subprocess.SubprocessError as error:
-            say(f"{stages} stages by {schedule}: {error}", out)
+    cases = [(0, "1f1b"), (8, "1f1b"), (8, "zb-h1")]
+    for buffers, kinds in BUFFERS.items():
+        for stages, schedule in cases if buffers != "loops" else cases[1:]:
+            command = [*again, "--of", str(stages), "--schedule", schedule, "--out", out]
+            own = {**os.environ, "XLA_FLAGS": f"{flags} {kinds}"}
+            try:
+                subprocess.run([*command, "--buffers", buffers], check=True, timeout=LIMIT, env=own)
+            except subprocess.SubprocessError as error:
+                say(f"{stages} stages by {schedule}, {buffers}: {error}", out)
 
 
 def main() -> None:
@@ -326,13 +338,14 @@ def main() -> None:
     parser.add_argument("--member", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--of", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--schedule", default="zb-h1", help=argparse.SUPPRESS)
+    parser.add_argument("--buffers", choices=BUFFERS, default="default", help=argparse.SUPPRESS)
     parser.add_argument("--auto", action="store_true", help="gshard.auto with the stages open")
     chosen = parser.parse_args()
     again = [sys.executable, "-m", "benchmarks.pipelines"]
     if chosen.member:
         member(*chosen.member, chosen.processes, chosen.rows, chosen.out)
     elif chosen.of is not None:
-        on_gpu(chosen.of, chosen.schedule, chosen.out)
+        on_gpu(chosen.of, chosen.schedule, chosen.out, chosen.buffers)
     elif chosen.gpu:
         run_on_gpu(again, chosen.out)
     elif chosen.auto:

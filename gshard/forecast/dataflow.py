@@ -109,13 +109,14 @@ class DeviceOperator:
 class LoopBodies:
     """What a loop or branch runs, and how often; as for balanced data if that depends on data.
 
-    Where a schedule chooses branches, the slowest that any device is in counts in every tick.
-    `scan` has the numbers of a scan's constants and carries. `copies` are operators of each run
-    that a compiler adds.
+    Where a schedule chooses branches, the slowest that any device is in counts in every tick;
+    `own` are the runs of one device. `scan` has the numbers of a scan's constants and carries.
+    `copies` are operators of each run that a compiler adds.
     """
 
     bodies: list[Body]
     runs: list[Fraction]  # of each body, for each of the loop
+    own: list[Fraction]
     scan: tuple[int, int] | None
     copies: list[DeviceOperator]
 
@@ -140,21 +141,25 @@ class Body:
             var = self.alias[var]
         return var
 
-    def walk(self, times: int = 1, around: tuple[JaxprEqn, ...] = ()) -> Iterator[Walked]:
+    def walk(
+        self, times: int = 1, around: tuple[JaxprEqn, ...] = (), own: bool = False
+    ) -> Iterator[Walked]:
         """Every operator with its number of runs and its enclosing loops, bodies before their loop.
 
-        All branches of a conditional are counted, as in the list of collectives.
+        All branches of a conditional are counted, as in the list of collectives. The runs are those
+        that a step waits for, or one device's `own`.
         """
         for operator in self.operators:
             if operator.loop is None:
                 if operator.root.primitive is not optimization_barrier_p:  # an order, not a kernel
                     yield operator, times, around
                 continue
-            inside = (*around, operator.root.eqn)
-            for body, runs in zip(operator.loop.bodies, operator.loop.runs, strict=True):
-                yield from body.walk(int(times * runs), inside)
-            for copy in operator.loop.copies:
-                yield copy, int(times * operator.loop.runs[0]), inside
+            inside, loop = (*around, operator.root.eqn), operator.loop
+            counts = [int(times * runs) for runs in (loop.own if own else loop.runs)]
+            for body, count in zip(loop.bodies, counts, strict=True):
+                yield from body.walk(count, inside, own)
+            for copy in loop.copies:
+                yield copy, counts[0], inside
 
 
 class Dataflow:

@@ -120,10 +120,18 @@ def _in_results(body: Body, scan: Scan | None) -> set[Any]:
     What a step of a scan stacks is copied there, if the operator that makes it is not fused.
     """
     results = [None if isinstance(v, Literal) else body.stands_for(v) for v in body.outputs]
-    if scan is None:
-        return set(results)
-    alone = {v for o in body.operators if not o.root.joins for v in o.writes}
-    return {*results[: scan[1]], *(v for v in results[scan[1] :] if v not in alone)}
+    found = set(results)
+    if scan is not None:
+        alone = {v for o in body.operators if not o.root.joins for v in o.writes}
+        found = {*results[: scan[1]], *(v for v in results[scan[1] :] if v not in alone)}
+    later = set[Any]()
+    for operator in reversed(body.operators):  # a loop updates what it carries in place
+        if operator.root.primitive in (p.scan_p, p.while_p):
+            pairs = zip(operator.root.reads[::-1], operator.root.writes[::-1], strict=False)
+            carried = ((body.stands_for(old), old.aval, new) for old, new in pairs)
+            found |= {v for v, t, new in carried if new in found and t == new.aval} - later
+        later.update(operator.reads)
+    return found
 
 
 def _simulate(

@@ -39,12 +39,12 @@ def _loop(eqn: JaxprEqn, compiler: str, devices: int) -> LoopBodies:
     jaxprs, times = bodies(eqn), trips(eqn)
     scan = counts_of(eqn) if eqn.primitive is scan_p else None
     inner = [body_of(body, compiler, devices) for body in jaxprs]
-    runs = [Fraction(times)] * len(inner)
+    runs = own = [Fraction(times)] * len(inner)
     if ticks := Ticks.of(eqn):
         slowest = ticks.slowest([_work(body) for body in inner])
-        runs = [Fraction(count, ticks.runs) for count in slowest]
+        runs, own = ([Fraction(n, ticks.runs) for n in part] for part in (slowest, ticks.own))
     copies = COMPILERS[compiler].stacking(eqn, inner[0]) if scan else []
-    return LoopBodies(inner, runs, scan, copies)
+    return LoopBodies(inner, runs, own, scan, copies)
 
 
 def _work(body: Body) -> float:

@@ -24,7 +24,10 @@ from gshard.moving.inventory import combined_values, shares, transfers
 
 @dataclass(frozen=True)
 class Timed:
-    """One operator of the program: its work in one run, and how often it runs."""
+    """One operator of the program: its work in one run, and how often it runs.
+
+    Stages of a pipeline wait for each other: a step takes `waited` runs of it on some device.
+    """
 
     name: str
     source: str  # the user's file:line
@@ -32,6 +35,7 @@ class Timed:
     scope: tuple[str, ...]  # names of the user's `jax.named_scope`s, the outermost first
     phase: str  # "forward", "backward", or "other": outside of differentiation
     count: int
+    waited: int
     flops: float
     bytes: float
     sent: int
@@ -64,8 +68,8 @@ class Timed:
 
     @property
     def total_seconds(self) -> float:
-        """All runs of it."""
-        return self.seconds * self.count
+        """All runs of it that a step waits for."""
+        return self.seconds * self.waited
 
     @property
     def bound(self) -> str:
@@ -79,9 +83,11 @@ def timed(body: Body, machine: Hardware, topology: Topology) -> list[Timed]:
     """Every operator of a per-device program, in its order."""
     found: list[Timed] = []
     inside: dict[tuple[JaxprEqn, ...], dict[int, DeviceOperator]] = {}
-    for operator, count, around in body.walk():
+    runs = zip(body.walk(), body.walk(own=True), strict=True)
+    for (operator, waited, around), (_, own, _) in runs:
         inside.setdefault(around, {})[len(found)] = operator
-        found.append(_timed(operator, count, around, machine, topology))
+        timing = _timed(operator, around, machine, topology)
+        found.append(replace(timing, count=own, waited=waited))
     combined = dict(_combined(body.jaxpr))
     for around, operators in inside.items():
         if machine.overlaps:
@@ -107,7 +113,6 @@ def _overlap(found: list[Timed], body: Mapping[int, DeviceOperator]) -> None:
 
 def _timed(
     operator: DeviceOperator,
-    count: int,
     around: tuple[JaxprEqn, ...],
     machine: Hardware,
     topology: Topology,
@@ -132,7 +137,8 @@ def _timed(
         function=function,
         scope=scopes_of((*around, site)),
         phase=phase_of((*around, root.eqn)),
-        count=count,
+        count=1,
+        waited=1,
         flops=work.flops,
         bytes=work.bytes,
         sent=sent,

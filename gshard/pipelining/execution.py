@@ -27,9 +27,9 @@ from gshard.graph.regions import map_bodies
 from gshard.graph.source import source_of
 from gshard.graph.ticks import Ticks
 from gshard.moving import collectives
-from gshard.pipelining.meaning import Arrays, Machine, Pass, Pipe, State, all_at, pipeline_p, put
-from gshard.pipelining.passes import is_float
-from gshard.pipelining.schedules import HEAD, LOCAL, B, Pairs, Row, route
+from gshard.pipelining.meaning import Arrays, Machine, Pass, Pipe, State, pipeline_p, put
+from gshard.pipelining.passes import is_float, lifted
+from gshard.pipelining.schedules import LOCAL, B, Pairs, Row, route
 from gshard.planning.planner import Planner
 from gshard.propagation.propagate import Propagated
 from gshard.propagation.stage import Known, shard
@@ -147,20 +147,26 @@ class Stages:
         Its first results are as `wanted`; `sums` are results that may be unreduced.
         """
         flat, found = self._planned(body, operands)
+        first, rest = lifted(flat)
         made = list[Tile]()
 
-        def run(*arrays: Any) -> list[Any]:
+        def planner() -> Planner:
             place = Place(self.ctx.place.axes, self.per_stage, blocks=self.count)  # of this trace
-            planner = Planner(place, found, self.ctx.memory_limit)
+            return Planner(place, found, self.ctx.memory_limit)
+
+        fixed = planner().run_body(first, [])
+
+        def run(*arrays: Any) -> list[Any]:
+            own = planner()
             ready = [
-                planner.reshard(kind.holding(a), found.shardings[v], _OPERAND)
+                own.reshard(kind.holding(a), found.shardings[v], _OPERAND)
                 for a, kind, v in zip(arrays, operands, flat.jaxpr.invars, strict=True)
             ]
-            made[:] = planner.run_body(flat, ready, sums or {})
+            made[:] = own.run_body(rest, [*ready, *fixed], sums or {})
             for number, kind in enumerate(wanted):
                 if kind is not None:
                     reason = Reason("result", "pipeline")
-                    made[number] = planner.reshard(made[number], kind.sharding, reason)
+                    made[number] = own.reshard(made[number], kind.sharding, reason)
             return [t.array for t in made]
 
         jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(k.array.shape, k.array.dtype) for k in operands))
@@ -172,61 +178,84 @@ class Execution:
     """A pipeline on the devices of a program: `routes` are what every stage does in every tick."""
 
     def __init__(self, stages: Stages, pipe: Pipe, machine: Callable[..., Machine]):
-        self.stages, self.pipe, self.machine = stages, pipe, machine(self.loop)
+        self.stages, self.pipe, self.machine = stages, pipe, machine(self.once, self.layers)
         self.routes = route(pipe.schedule, pipe.layers, pipe.seconds)
 
     def run(self) -> Arrays:
-        """What this device has of the results."""
-        (messages, residuals, pending), count = self.routes.slots, self.pipe.schedule.microbatches
-        machine = self.machine
+        """What this device has of the results.
 
-        def tick(state: State, row: Row) -> tuple[State, None]:
+        Slots are flat: XLA would give a buffer the layout that a product wants of what is in it,
+        and copy all of it in every tick from the one into the other.
+        """
+        (messages, residuals, pending), count = self.routes.slots, self.pipe.schedule.microbatches
+        machine, tree = self.machine, jax.tree.structure(self.routes.rows)
+
+        def tick(state: State, columns: Any) -> tuple[State, None]:
             """One operation, then what it hands on, to neighbours or to itself."""
-            state = state._replace(message=all_at(state.inbox, row.inbox))
-            state = machine.scored(row, machine.forward(row, state))
+            row = jax.tree.unflatten(tree, list(columns))
+            state = machine.forward(row, state)
             state = state if machine.passes[1] is None else machine.backward(row, state)
             inbox = state.inbox
             for channel, slot in enumerate(row.receive):
                 inbox = put(inbox, self.handed_on(state.message, channel, row.sends[channel]), slot)
             return state._replace(inbox=inbox), None
 
-        start = machine.start((messages + 1, residuals, pending), count)
+        start = machine.start((messages + 1, residuals, pending), count, flat=True)
         end, _ = lax.scan(tick, start, self.rows())
         return machine.results(end, count)
 
-    def loop(
+    def once(
+        self, ops: Sequence[int], row: Row, run: Callable[..., Any], carried: tuple[Arrays, ...],
+        among: Sequence[int] = (),
+    ) -> tuple[Arrays, ...]:  # fmt: skip
+        """`run` in a tick that does one of `ops`; `among` are those of the `once` around it.
+
+        A loop of no or one run updates what it carries in place: a conditional would copy what its
+        branches return, in ticks of other operations as well.
+        """
+        on = functools.reduce(jnp.logical_or, (row.op == n for n in ops))
+        with self._ticks(self._does(ops), self._does(among)).scope():
+            return lax.fori_loop(0, on.astype(np.int32), lambda _, held: tuple(run(*held)), carried)
+
+    def layers(
         self, ops: Sequence[int], row: Row, run: Callable[..., Any], carried: tuple[Arrays, ...]
     ) -> tuple[Arrays, ...]:
-        """`run` for the layers of a tick that does one of `ops`, for none in other ticks.
+        """`run` for the layers of a tick: as many as in every such tick, and those of some.
 
-        Loops update what they carry in place: a conditional would copy what its branches return, in
-        ticks of other operations as well. A GPU waits for the host where a loop's length is data,
-        so that chunks of one size are a loop of no or one run around one of known length.
+        A GPU waits for the host before every run of a loop whose length is data.
         """
-        rows, is_on = self.routes.rows, functools.reduce(jnp.logical_or, (row.op == n for n in ops))
-        sizes = {1} if ops == (HEAD,) else {*rows.layers[np.isin(rows.op, ops)].tolist()}
-        count = sizes.pop() if len(sizes) == 1 else row.layers
+        does, counts = self._does(ops), self.routes.rows.layers
+        least, most = int(counts[does].min()), int(counts[does].max())
 
         def one(number: Any, carried: Any) -> tuple[Arrays, ...]:
-            return tuple(run(row.base + (count - 1 - number if B in ops else number), *carried))
+            last = row.layers - 1
+            return tuple(run(row.base + (last - number if B in ops else number), *carried))
 
-        with self._ticks(ops, not sizes).scope():
-            if sizes:
-                return lax.fori_loop(0, jnp.where(is_on, count, 0), one, carried)
-            every = lambda _, carried: lax.fori_loop(0, count, one, carried)  # noqa: E731
-            return lax.fori_loop(0, is_on.astype(np.int32), every, carried)
+        carried = lax.fori_loop(0, least, one, carried)
+        if least == most:
+            return carried
+        with self._ticks(does * (counts - least), does).scope():
+            return lax.fori_loop(least, row.layers, one, carried)
 
-    def _ticks(self, ops: Sequence[int], once: bool) -> Ticks:
-        """How often a loop runs: on the last stage, and on that which the others wait for.
+    def _does(self, ops: Sequence[int]) -> np.ndarray:
+        """The ticks and stages that do one of `ops`; all without any."""
+        op = self.routes.rows.op
+        return np.isin(op, ops) if ops else np.ones_like(op, bool)
 
-        A loop over layers runs once for each, unless it is `once` around another one.
+    def _ticks(self, runs: np.ndarray, among: np.ndarray) -> Ticks:
+        """How often a loop runs of the runs of the one around it.
+
+        On the stage with the most, and on that which the others wait for.
         """
-        rows, last = self.routes.rows, self.pipe.schedule.positions[-1][0]
-        runs = np.isin(rows.op, ops) * (1 if once else rows.layers)
-        slowest = self.routes.spent.argmax(1)[:, None]
-        own, waited = int(runs[:, last].sum()), int(np.take_along_axis(runs, slowest, 1).sum())
-        count = len(runs)
-        return Ticks((max(count - own, 0), own), {1: max(count - waited, 0), 2: waited}, count)
+        busiest, slowest = runs.sum(0).argmax(), self.routes.spent.argmax(1)[:, None]
+        (own, waited), (around, beside) = (
+            (int(each[:, busiest].sum()), int(np.take_along_axis(each, slowest, 1).sum()))
+            for each in (runs, among)
+        )
+        own, waited, total = own * beside, waited * around, around * beside
+        if around == beside:
+            own, waited, total = own // around, waited // around, around
+        return Ticks((max(total - own, 0), own), {1: max(total - waited, 0), 2: waited}, total)
 
     def handed_on(self, sent: Arrays, channel: int, number: Any) -> Arrays:
         """What arrives on a channel from the stages that have something to send."""
@@ -249,13 +278,13 @@ class Execution:
         with Ticks(tuple(own), {1 << n: count for n, count in enumerate(counts)}).scope():
             return lax.switch(number, [functools.partial(permute, pairs) for pairs in sets], sent)
 
-    def rows(self) -> Row:
+    def rows(self) -> jax.Array:
         """The table of this device's stage, a row for each tick."""
-        leaves, tree = jax.tree.flatten(self.routes.rows)
-        table = np.stack(leaves, -1).astype(np.int32).swapaxes(0, 1)  # stages, ticks, columns
+        table = (
+            np.stack(jax.tree.leaves(self.routes.rows), -1).astype(np.int32).swapaxes(0, 1)
+        )  # stages, ticks, columns
         mine = self.stages.ctx.place.lookup(np.arange(self.stages.devices) // self.stages.per_stage)
-        own = lax.dynamic_index_in_dim(jnp.asarray(table), mine, 0, keepdims=False)
-        return jax.tree.unflatten(tree, [own[:, i] for i in range(len(leaves))])
+        return lax.dynamic_index_in_dim(jnp.asarray(table), mine, 0, keepdims=False)
 
 
 @region(pipeline_p, doc=Doc(halo="from stage to stage: CollectivePermute"))

@@ -8,6 +8,7 @@ every microbatch one after the other, it is what the operator means.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -122,27 +123,30 @@ class Pass(NamedTuple):
 class Machine:
     """One stage. `arrays` are the operands of each kind, weights as [chunk, layer, ...].
 
-    `loop(ops, row, run, carried)` calls `run(layer, *carried)` for the layers of a tick that does
-    one of `ops`, once for the head. It carries what changes alone, which is updated in place.
+    `once(ops, row, run, carried)` calls `run(*carried)` in a tick that does one of `ops`, and in it
+    `layers(ops, row, run, carried)` calls `run(layer, *carried)` for the layers of the tick. They
+    carry what changes alone, which is updated in place.
     """
 
     passes: Sequence[Pass | None]  # of `passes.Passes`, and the head
     arrays: Sequence[Arrays]
-    loop: Callable[..., tuple[Arrays, ...]]
+    once: Callable[..., tuple[Arrays, ...]]
+    layers: Callable[..., tuple[Arrays, ...]]
 
-    def start(self, slots: tuple[int, int, int], microbatches: int) -> State:
-        """Empty slots, so many of each kind, and sums of nothing."""
+    def start(self, slots: tuple[int, int, int], microbatches: int, flat: bool = False) -> State:
+        """Empty slots, so many of each kind, `flat` or of the shapes of values; sums of nothing."""
         inputs = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.arrays[3]]
         ahead, behind, late, head = (found.results if found else [] for found in self.passes)
         gradients = [] if self.passes[1] is None else floats(inputs)
         closures, (messages, residuals, pending) = len(floats(self.arrays[1])), slots
         leaving, rows = (inputs, 0) if self.passes[3] is None else (gradients, 1)
         chunks, most = self.arrays[2][0].shape[:2]
+        unused = _flat if flat else _unused
         return State(
             _made(_unused, inputs),
             _made(_unused, inputs, messages),
-            _made(_unused, ahead[len(inputs) :], residuals, most),
-            _made(_unused, behind[len(gradients) :] if pending else [], pending, most),
+            _made(unused, ahead[len(inputs) :], residuals, most),
+            _made(unused, behind[len(gradients) :] if pending else [], pending, most),
             _made(jnp.zeros, head[: len(head) - len(gradients)]),
             _made(jnp.zeros, late[:closures]),
             _made(jnp.zeros, late[closures:], chunks, most),
@@ -155,32 +159,33 @@ class Machine:
         return [*end.scores, *end.closures, *rows, *(x[:microbatches] for x in end.batch)]
 
     def forward(self, row: Row, state: State) -> State:
-        """F: the output is handed on, residuals are saved."""
-        pairs = zip(self.arrays[3], state.message, strict=True)
-        x = [jnp.where(row.first == 1, _at(a, row.microbatch), b) for a, b in pairs]
+        """F: the output is handed on, residuals are saved.
+
+        The last output is for the head: its gradient is handed on to B of this stage.
+        """
 
         def one(layer: Any, x: Arrays, saved: Arrays) -> tuple[Arrays, Arrays]:
             y, residuals = _cut(self._run(0, row, layer, x), len(x))
             return y, put(saved, residuals, row.saved, layer)
 
-        message, saved = self.loop((F, HEAD), row, one, (x, state.saved))
-        return state._replace(message=message, saved=saved)
-
-    def scored(self, row: Row, state: State) -> State:
-        """The head on the last output: the gradient is handed on to B of this stage."""
-        head = self.passes[3]
-
-        def one(_: Any, y: Arrays, scores: Arrays, batch: Arrays) -> tuple[Arrays, ...]:
-            if head is None:
+        def scored(y: Arrays, scores: Arrays, batch: Arrays) -> tuple[Arrays, ...]:
+            if (head := self.passes[3]) is None:
                 return y, scores, put(batch, y, row.microbatch)
             targets = all_at(self.arrays[4], row.microbatch)
             found = head.run(*self.arrays[0], *y, *targets, *self.arrays[5])
             own, gradient = _cut(found, len(scores))
             return _with_floats(y, gradient), _added(scores, own), batch
 
-        carried = (state.message, state.scores, state.batch)
-        message, scores, batch = self.loop((HEAD,), row, one, carried)
-        return state._replace(message=message, scores=scores, batch=batch)
+        def every(_: Arrays, saved: Arrays, scores: Arrays, batch: Arrays) -> tuple[Arrays, ...]:
+            pairs = zip(self.arrays[3], all_at(state.inbox, row.inbox), strict=True)
+            x = [jnp.where(row.first == 1, _at(a, row.microbatch), b) for a, b in pairs]
+            y, saved = self.layers((F, HEAD), row, one, (x, saved))
+            y, *sums = self.once((HEAD,), row, scored, (y, scores, batch), (F, HEAD))
+            return y, saved, *sums
+
+        carried = (state.message, state.saved, state.scores, state.batch)
+        message, saved, scores, batch = self.once((F, HEAD), row, every, carried)
+        return state._replace(message=message, saved=saved, scores=scores, batch=batch)
 
     def backward(self, row: Row, state: State) -> State:
         """B and W: the gradient of the input is handed on, or leaves; the others are added up.
@@ -189,34 +194,49 @@ class Machine:
         the upper half of the layers in the tick of B, and for the lower half in that of W.
         """
 
-        def handed(layer: Any, g: Arrays, kept: Arrays) -> tuple[Arrays, Arrays]:
+        def handed(layer: Any, g: Arrays, kept: Arrays) -> tuple[Arrays, ...]:
             g, needed = self._input_gradient(row, layer, state.saved, g)
             return g, put(kept, needed, row.kept, layer)
 
         def summed(layer: Any, *sums: Arrays) -> tuple[Arrays, ...]:
-            return self._weight_gradients(row, layer, all_at(kept, row.kept, layer), *sums)
+            needed = self._waiting(1, len(floats(state.message)), state.kept, row.kept, layer)
+            return self._weight_gradients(row, layer, needed, *sums)
 
         def both(layer: Any, g: Arrays, *sums: Arrays) -> tuple[Arrays, ...]:
             g, needed = self._input_gradient(row, layer, state.saved, g)
             return g, *self._weight_gradients(row, layer, needed, *sums)
 
-        g, kept, closures, weights = (
-            floats(state.message),
-            state.kept,
-            state.closures,
-            state.weights,
+        one, ops = (handed, (B,)) if state.kept else (both, (B, W))
+
+        def begun(_: Arrays, batch: Arrays, *carried: Arrays) -> tuple[Arrays, ...]:
+            received = all_at(state.inbox, row.inbox)
+            g, *rest = self.layers(ops, row, one, (floats(received), *carried))
+            return _with_floats(received, g), put(batch, g, row.batch), *rest
+
+        def later(*sums: Arrays) -> tuple[Arrays, ...]:
+            return self.layers((W,), row, summed, sums)
+
+        sums, first = (state.closures, state.weights), (state.message, state.batch)
+        message, batch, *rest = self.once(
+            ops, row, begun, (*first, *([state.kept] if state.kept else sums))
         )
-        if kept:
-            g, kept = self.loop((B,), row, handed, (g, kept))
-            closures, weights = self.loop((W,), row, summed, (closures, weights))
-        else:
-            g, closures, weights = self.loop((B, W), row, both, (g, closures, weights))
-        new = {"message": _with_floats(state.message, g), "closures": closures, "weights": weights}
-        return state._replace(**new, kept=kept, batch=put(state.batch, g, row.batch))
+        state = state._replace(message=message, batch=batch)
+        if state.kept:
+            state = state._replace(kept=rest[0])
+            rest = list(self.once((W,), row, later, sums))
+        return state._replace(closures=rest[0], weights=rest[1])
 
     def _input_gradient(self, row: Row, layer: Any, saved: Arrays, g: Arrays) -> Any:
         """The gradient of a layer's input, and what the gradients of its weights need."""
-        return _cut(self._run(1, row, layer, all_at(saved, row.saved, layer), g), len(g))
+        residuals = self._waiting(0, len(self.arrays[3]), saved, row.saved, layer)
+        return _cut(self._run(1, row, layer, residuals, g), len(g))
+
+    def _waiting(self, number: int, first: int, buffers: Arrays, *slot: Any) -> Arrays:
+        """The results of a pass, from `first` on, that wait in a slot."""
+        made = self.passes[number]
+        assert made
+        pairs = zip(buffers, made.results[first:], strict=True)
+        return [_at(buffer, *slot, like=kind) for buffer, kind in pairs]
 
     def _weight_gradients(
         self, row: Row, layer: Any, needed: Arrays, closures: Arrays, sums: Arrays
@@ -234,9 +254,11 @@ class Machine:
 
 
 def put(buffers: Arrays, values: Sequence[Any], *slot: Any) -> Arrays:
-    """The buffers with values in a slot of each."""
+    """The buffers with values in a slot of each, which may be flat."""
+    lead = (1,) * len(slot)
+    values = [v.reshape(*lead, *b.shape[len(slot) :]) for b, v in zip(buffers, values, strict=True)]
     pairs = zip(buffers, values, strict=True)
-    return [lax.dynamic_update_slice(b, v[(None,) * len(slot)], _start(b, slot)) for b, v in pairs]
+    return [lax.dynamic_update_slice(b, v, _start(b, slot)) for b, v in pairs]
 
 
 def _start(buffer: Any, slot: Sequence[Any]) -> list[Any]:
@@ -245,10 +267,10 @@ def _start(buffer: Any, slot: Sequence[Any]) -> list[Any]:
     return [*numbers, *[0] * (buffer.ndim - len(slot))]
 
 
-def _at(buffer: Any, *slot: Any) -> jax.Array:
+def _at(buffer: Any, *slot: Any, like: Any = None) -> jax.Array:
     shape = buffer.shape[len(slot) :]
     found = lax.dynamic_slice(buffer, _start(buffer, slot), (*[1] * len(slot), *shape))
-    return found.reshape(shape)
+    return found.reshape(shape if like is None else like.shape)
 
 
 def all_at(buffers: Arrays, *slot: Any) -> Arrays:
@@ -279,6 +301,10 @@ def _unused(shape: Sequence[int], dtype: Any) -> jax.Array:
     return lax.full(shape, 0, dtype) if is_key_type(dtype) else padding.filled(shape, dtype)
 
 
+def _flat(shape: Sequence[int], dtype: Any) -> jax.Array:
+    return _unused((*shape[:2], math.prod(shape[2:])), dtype)
+
+
 pipeline_p = Primitive("pipeline")
 pipeline_p.multiple_results = True
 
@@ -291,18 +317,20 @@ def run(*flat: Any, pipe: Pipe, bodies: Bodies) -> list[Any]:
     passes = [body and Pass(jaxpr_as_fun(body), body.out_avals) for body in bodies]
     last = sum(pipe.layers) - 1
 
-    def loop(ops: Sequence[int], _: Row, one: Any, carried: Any) -> Any:
+    def each_layer(ops: Sequence[int], _: Row, one: Any, carried: Any) -> Any:
         def each(number: Any, found: Any) -> Any:
             return tuple(one(last - number if B in ops else number, *found))
 
-        return lax.fori_loop(0, 1 if ops == (HEAD,) else last + 1, each, carried)
+        return lax.fori_loop(0, last + 1, each, carried)
 
-    machine = Machine(passes, operands, loop)
+    machine = Machine(passes, operands, lambda _, __, run, carried, *___: run(*carried), each_layer)
 
     def step(state: State, number: Any) -> tuple[State, None]:
         row = Row(0, 0, number, 1, 0, 0, 0, 0, last + 1, number)
-        state = machine.scored(row, machine.forward(row, state))
-        return state if machine.passes[1] is None else machine.backward(row, state), None
+        state = machine.forward(row, state)
+        if machine.passes[1] is None:
+            return state, None
+        return machine.backward(row, state._replace(inbox=put(state.inbox, state.message, 0))), None
 
     end, _ = lax.scan(step, machine.start((1, 1, 0), count), np.arange(count))
     if not pipe.is_staged:  # a row that is there again has no gradient

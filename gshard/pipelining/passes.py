@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import primitives as p
 
 from gshard._jax import drop_unused
 from gshard.graph.evaluate import bind, evaluate, rebuilt
@@ -21,6 +22,7 @@ from gshard.graph.graph import inputs_of, needed_for
 from gshard.graph.kinds import PRODUCTS
 from gshard.graph.regions import bodies, called
 from gshard.graph.source import on_behalf_of
+from gshard.tensors.tile import byte_size
 
 
 def is_float(value: Any) -> bool:
@@ -82,6 +84,28 @@ def _cut(
     return before, _program(whole, given, wanted, eqns)
 
 
+def lifted(program: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """What a program computes of no operand, such as a mask, and the rest, with that as operands.
+
+    No broadcasts, whose results are larger than what they read, and nothing larger than operands.
+    """
+    jaxpr, most = program.jaxpr, max(map(_size, program.in_avals), default=0)
+    fixed = [
+        eqn
+        for eqn in _apart(jaxpr.eqns, jaxpr.invars)
+        if eqn.primitive not in (p.broadcast_in_dim_p, p.iota_p) and not eqn.effects
+        if all(v.aval.shape and _size(v.aval) <= most for v in eqn.outvars)
+    ]
+    rest = [eqn for eqn in jaxpr.eqns if eqn not in fixed]
+    made = {v for eqn in fixed for v in eqn.outvars}
+    read = dict.fromkeys(
+        v for v in (*inputs_of(rest), *jaxpr.outvars) if not isinstance(v, Literal)
+    )
+    kept = [v for v in read if v in made]
+    first = _program(program, [], kept, jaxpr.eqns)
+    return first, _program(program, [*jaxpr.invars, *kept], jaxpr.outvars, rest)
+
+
 def with_gradients(program: ClosedJaxpr, operands: int) -> ClosedJaxpr:
     """The results, and the gradients of the first `operands`, which are floats.
 
@@ -102,6 +126,10 @@ def with_gradients(program: ClosedJaxpr, operands: int) -> ClosedJaxpr:
         return [*results, *vjp(list(cotangents))]
 
     return jax.make_jaxpr(both)(*structs, *floats(_structs(program.out_avals)))
+
+
+def _size(aval: Any) -> int:
+    return byte_size(aval.shape, aval.dtype)
 
 
 def _structs(avals: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:

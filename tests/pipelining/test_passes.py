@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from gshard.pipelining.passes import differentiated
+from gshard.pipelining.passes import _inlined, differentiated, lifted
 
 
 def layer(gain, up, down, x):
@@ -30,3 +30,22 @@ def test_what_is_kept_for_weights_are_the_operands_of_their_products():
     np.testing.assert_allclose(y, wanted, rtol=1e-5)
     for one, other in zip(found, pullback(cotangent), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_what_needs_no_operand_is_lifted_but_for_broadcasts():
+    """A mask of a layer is computed once, and broadcast where it is read."""
+
+    def attend(q, k):
+        mask = jnp.tril(jnp.ones((5, 5), bool))
+        scores = jnp.where(mask, jnp.einsum("bsh,bth->bst", q, k), -1e9)
+        return scores + jnp.sin(jnp.arange(5.0)), jnp.arange(3) * 2
+
+    q, k = (jnp.float32(np.random.default_rng(n).normal(size=(4, 5, 8))) for n in (0, 1))
+    whole = _inlined(jax.make_jaxpr(attend)(q, k))
+    first, rest = lifted(whole)
+    kept = sorted(aval.str_short(short_dtypes=True) for aval in first.out_avals)
+    assert kept == ["bool[5,5]", "f32[5]", "i32[3]"]
+    assert not {"iota", "ge", "sin"} & {eqn.primitive.name for eqn in rest.jaxpr.eqns}
+    found = jaxpr_as_fun(rest)(q, k, *jaxpr_as_fun(first)())
+    for one, other in zip(found, attend(q, k), strict=True):
+        np.testing.assert_array_equal(one, other)
