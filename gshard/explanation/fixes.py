@@ -47,6 +47,7 @@ class Fix:
     tensor: str = "tensor"  # what the code calls what is annotated, or the first of several
     left: Mapping[str, int] = field(default_factory=dict)  # bytes after it, by line
     count: int = 1
+    is_all: bool = True  # of the tensors that the line annotates; else those of one shape
     memory: int = 0  # bytes of arguments that a device has more
 
     @property
@@ -63,7 +64,10 @@ class Fix:
         words = f"removing {now}" if self.instead == _NOTHING else f"{instead} instead of {now}"
         if not several:
             return words
-        return f"{words} of {self.count} tensors ({self.tensor} and {self.count - 1} more)"
+        if self.is_all:
+            all_of = f"all {self.count} tensors of this line"
+            return f"{words} of {all_of} ({self.tensor} and {self.count - 1} more)"
+        return f"{words} of the {self.count} tensors that have the shape of {self.tensor}"
 
     @property
     def cost(self) -> str:
@@ -136,13 +140,22 @@ def _tried(subject: Subject, unit: list[Copies], words: str, changed: Changes) -
         left[sent.source] += sent.total_bytes
     eqn = unit[0][0]
     place, names = source_of(eqn), _arguments(subject)
-    calls = {str(copies[0].params["annotation"]).removeprefix(f"{place}: ") for copies in unit}
+    calls = {_call(copies[0].params["annotation"], place) for copies in unit}
     now = calls.pop() if len(calls) == 1 else "the annotations"
     named = names.get(eqn.invars[0]), annotated_name(eqn)
-    tensor = next(filter(None, named if len(_same_call(subject, eqn)) > 1 else named[::-1]), "")
+    call = _same_call(subject, eqn)
+    tensor = next(filter(None, named if len(call) > 1 else named[::-1]), "tensor")
     memory = _held(plan.jaxpr) - _held(subject.jaxpr)
-    numbers = (subject.sent, plan.bytes, tensor or "tensor", left, len(unit), memory)
-    return Fix(place, now, words, *numbers)
+    count = len(unit), len(unit) == len(call), memory
+    return Fix(place, now, words, subject.sent, plan.bytes, tensor, left, *count)
+
+
+def _call(annotation: Annotation, place: str) -> str:
+    """An annotation as a call: that of `fsdp` as the `split` of one dim that it asks for."""
+    dims = [(dim, tiles) for dim, tiles in enumerate(annotation.tiles) if tiles > 1]
+    if len(dims) == 1 and annotation.assignment == tuple(range(dims[0][1])):
+        return f"split(tensor, {dims[0][0]}, {dims[0][1]})"
+    return str(annotation).removeprefix(f"{place}: ")
 
 
 def _held(jaxpr: Jaxpr) -> int:

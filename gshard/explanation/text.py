@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gshard.explanation.costs import LineCost
@@ -30,7 +30,7 @@ def text(findings: Findings) -> list[str]:
         lines += ["", "why", *_reasons(findings)]
     if subject.conflicts:
         lines += ["", "splits that wanted the same tensors"]
-        lines += [f"  {conflict}" for conflict in subject.conflicts]
+        lines += dict.fromkeys(map(_named(findings), subject.conflicts))
     found = replicated(findings)
     if found:
         lines += ["", "large values that are replicated"]
@@ -68,6 +68,23 @@ def _reasons(findings: Findings) -> Iterator[str]:
     for name, links in findings.chains.items():
         shown = links if len(links) <= 5 else [*links[:2], "...", *links[-2:]]
         yield f"  {name}: {' -> '.join(shown)}"
+
+
+def _named(findings: Findings) -> Callable[[Any], str]:
+    """A conflict as a line of text, with the names of the tensors that its lines annotate."""
+    named: dict[tuple[str, str], dict[str, None]] = {}
+    for eqn in findings.subject.annotations:
+        place = shape(eqn.outvars[0]), f" ({source_of(eqn)})"
+        named.setdefault(place, {}).setdefault(findings.names.value(eqn.outvars[0]))
+
+    def line(conflict: Any) -> str:
+        text = f"  {conflict}"
+        for (known, place), (first, *others) in named.items():
+            more = f" and {len(others)} more" if others else ""
+            text = text.replace(f"of {known}{place}", f"of {first}{more}{place}")
+        return text
+
+    return line
 
 
 def describe(sharding: Sharding, dims: Sequence[str] = ()) -> str:

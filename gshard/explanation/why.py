@@ -13,6 +13,7 @@ from gshard.explanation.subject import Subject
 from gshard.graph.source import source_of
 from gshard.moving.inventory import Collective
 from gshard.tensors.annotate import annotate_p
+from gshard.tensors.tile import byte_size
 
 _NEEDS = {
     "all_gather": "needs all of it on every device",
@@ -83,7 +84,11 @@ class Why:
         here = self._at.get(collective.source, [])
         asked = [e for e in reversed(here) if e.primitive is annotate_p]  # the last one decides
         named = [e for e in here if e.primitive.name == collective.why.operator]
-        return asked or here if set(named) <= set(asked) else named
+        if set(named) <= set(asked):
+            return asked or here
+        members = max(collective.group_size, 2)  # a line may have several products: the one that
+        size = collective.bytes * members // (members - 1)  # reads, or makes, what is sent is first
+        return sorted(named, key=lambda e: all(_size(v) != size for v in (*e.invars, *e.outvars)))
 
     def _origins(self, collective: Collective) -> Iterator[SplitOrigin]:
         seen = set()
@@ -101,6 +106,10 @@ class Why:
             found = origin(self._subject, atom, dim) if split else None
             if found:
                 yield found
+
+
+def _size(atom: Any) -> int:
+    return byte_size(atom.aval.shape, atom.aval.dtype) if hasattr(atom.aval, "shape") else 0
 
 
 def near(source: str, here: str) -> str:

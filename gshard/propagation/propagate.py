@@ -69,10 +69,8 @@ class Conflict:
     instead: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.kept} takes precedence over {self.lost}: "
-            f"{self.cost:,.0f} bytes, instead of {self.instead:,.0f}"
-        )
+        times = self.instead / max(self.cost, 1.0)
+        return f"{self.kept} takes precedence over {self.lost}, which costs {times:.3g} times that"
 
 
 @dataclass(frozen=True, eq=False)

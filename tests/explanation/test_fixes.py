@@ -82,7 +82,8 @@ def test_the_advice_names_tensors_counts_and_memory():
     assert found
     for fix in found:
         if fix.count > 1:
-            assert f"of {fix.count} tensors (ws['" in str(fix)
+            alike = f"of the {fix.count} tensors that have the shape of ws['"
+            assert ("of all 4 tensors of this line (ws['" if fix.is_all else alike) in str(fix)
     assert any("more on each device" in str(fix) for fix in found)
 
 
@@ -95,7 +96,7 @@ def test_tensors_of_one_line_are_tried_one_by_one():
     structs["b"] = jax.ShapeDtypeStruct((64, 32), "float32")
     x = jax.ShapeDtypeStruct((8192, 64), "float32")
     text = str(gshard.jit(forward, devices=8).lower(structs, x).explain("h100", seconds=math.inf))
-    assert "removing the annotations of 2 tensors (ws['a'] and 1 more) saves 21,504 of" in text
+    assert "all 2 tensors of this line (ws['a'] and 1 more) saves 21,504 of 21,504 B, and " in text
     assert "removing split(ws['a'], 0, 8) saves 14,336 of 21,504 B, and needs" in text
 
 
@@ -113,3 +114,92 @@ def test_copies_by_differentiation_are_one_tensor(transform):
         .fixes
     )
     assert {fix.count for fix in found} <= {1}
+
+
+WEIGHTS = {**dict.fromkeys("qkvo", (64, 64)), "up": (64, 128), "down": (128, 64), "head": (64, 256)}
+WEIGHTS["embed"] = (256, 64)
+TOKENS = jax.ShapeDtypeStruct((32, 16), "int32")
+
+
+def block(w, tokens):
+    """A block of a Llama between an embedding and a head."""
+    x = w["embed"][gshard.split(tokens, 0, 8)]
+    q, k, v = (x @ w[n] for n in "qkv")
+    x = x + jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v @ w["o"]
+    return (x + jax.nn.silu(x @ w["up"]) @ w["down"]) @ w["head"]
+
+
+def in_equinox(calls):
+    eqx = pytest.importorskip("equinox")
+    from gshard.contrib.equinox import filter_jit
+
+    class Net(eqx.Module):
+        w: dict[str, jax.Array]
+
+    def forward(net, tokens):
+        return block({n: calls.get(n, fsdp)(net.w[n]) for n in WEIGHTS}, tokens)
+
+    structs = {n: jax.ShapeDtypeStruct(s, "float32") for n, s in WEIGHTS.items()}
+    return filter_jit(forward, devices=8).lower(Net(structs), TOKENS)
+
+
+def in_nnx(calls):
+    nnx = pytest.importorskip("flax.nnx")
+    from gshard.contrib.nnx import jit
+
+    class Net(nnx.Module):
+        def __init__(self):
+            for n, s in WEIGHTS.items():
+                setattr(self, n, nnx.Param(jnp.zeros(s)))
+
+    def forward(net, tokens):
+        return block({n: calls.get(n, fsdp)(getattr(net, n)[...]) for n in WEIGHTS}, tokens)
+
+    return jit(forward, devices=8).lower(Net(), jnp.zeros(TOKENS.shape, TOKENS.dtype))
+
+
+def in_two_lines(calls):
+    """A dict: one line annotates its square matrices, another one the rest."""
+
+    def forward(net, tokens):
+        w = {n: gshard.split(net[n], 0, 8) for n in net if n in "qkvo" and n not in calls}
+        w |= {n: gshard.split(net[n], 1, 8) for n in net if n not in "qkvo" and n not in calls}
+        return block({**w, **{n: call(net[n]) for n, call in calls.items()}}, tokens)
+
+    structs = {n: jax.ShapeDtypeStruct(s, "float32") for n, s in WEIGHTS.items()}
+    return gshard.jit(forward, devices=8).lower(structs, TOKENS)
+
+
+def fsdp(w):
+    return gshard.fsdp(w, 8)
+
+
+def held(lowered):
+    """Bytes of the arguments on each device."""
+    return lowered.forecast("h100").memory.arguments
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [(in_equinox, "net.w['{}']"), (in_nnx, "net.{}"), (in_two_lines, "net['{}']")],
+)
+def test_advice_in_the_names_of_a_library_saves_and_costs_what_it_says(program, name):
+    lowered = program({})
+    tensors = {name.format(n): n for n in WEIGHTS}
+    found = lowered.explain("h100", seconds=math.inf).search().fixes
+    of_weights = [fix for fix in found if fix.tensor in tensors]
+    assert of_weights
+    for fix in of_weights:
+        first = tensors[fix.tensor]
+        chosen = [first] if fix.count == 1 else list(WEIGHTS)
+        if fix.count > 1 and program is in_two_lines:
+            chosen = [n for n in WEIGHTS if (n in "qkvo") == (first in "qkvo")]
+        if not fix.is_all:
+            chosen = [n for n in chosen if WEIGHTS[n] == WEIGHTS[first]]
+        assert len(chosen) == fix.count, str(fix)
+        moved = re.fullmatch(r"split\(tensor, (\d), 8\)", fix.instead)
+        call = DIMS[int(moved[1])] if moved else replicate
+        call = (lambda w: w) if fix.instead == "no annotation" else call
+        changed = program(dict.fromkeys(chosen, call))
+        assert sent(changed) == fix.after, str(fix)
+        assert held(changed) - held(lowered) == fix.memory, str(fix)
