@@ -40,7 +40,7 @@ from gshard.commands import (
     train,
     translate,
 )
-from gshard.commands.options import PlainCommand
+from gshard.commands.options import PlainCommand, PlainGroup
 from gshard.errors import UserError
 from gshard.untrusted import printable_lines
 
@@ -66,30 +66,20 @@ _PROGRAMS = "Any JAX program"
 _TRANSLATION = "Translation (needs the extra mt)"
 
 app = typer.Typer(
+    cls=PlainGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Partition annotated JAX programs, and train multilingual translation with them.",
 )
-app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(auto.auto)
-app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(compare.compare)
-app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(doctor.doctor)
-app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(explain.explain)
-app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(fits.fits)
-app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(forecast.forecast)
-app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(interval.interval)
-app.command(cls=PlainCommand, rich_help_panel=_PROGRAMS)(profile.profile)
 app.add_typer(data.app, name="data", rich_help_panel=_TRANSLATION)
-for _command in (
-    train.train,
-    evaluate.evaluate,
-    translate.translate,
-    serve.serve,
-    report.report,
-    study.study,
-    release.release,
+for _panel, _modules in (
+    (_PROGRAMS, (explain, compare, auto, fits, forecast, profile, interval, doctor)),
+    (_TRANSLATION, (train, evaluate, translate, serve, report, study, release)),
 ):
-    app.command(cls=PlainCommand, rich_help_panel=_TRANSLATION)(_command)
+    for _module in _modules:
+        _command = getattr(_module, _module.__name__.rpartition(".")[2])
+        app.command(cls=PlainCommand, rich_help_panel=_panel)(_command)
 app.command("import", cls=PlainCommand, rich_help_panel=_TRANSLATION)(importing.import_)
 app.command(cls=PlainCommand, rich_help_panel=_TRANSLATION, context_settings=launch.SETTINGS)(
     launch.launch

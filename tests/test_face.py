@@ -179,7 +179,7 @@ def test_a_layout_is_one_line_in_a_terminal_and_a_table_in_a_notebook():
     annotated = Annotated("[0]['<w>']", (8, 16), (("a",), ()))
     layout = Layout({"a": 8}, (annotated,), "h100", 1e-3, 10**6, 1e-3)
     assert repr(layout) == (
-        "<gshard.Layout: mesh a=8 on 8 x h100, forecast: 1 ms a step, 1 MB on each device>"
+        "<gshard.Layout: mesh a=8 on 8 x h100, forecast: 1 ms per step, 1 MB per device>"
     )
     assert rows_of(layout._repr_html_()) == [["[0]['<w>']", "8x16", "a", "-"]]
     assert "<w>" not in layout._repr_html_()

@@ -31,6 +31,7 @@ from gshard.autosharding.traced import TracedProgram
 from gshard.capture.inside import TensorSite, places
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.report import Forecast
+from gshard.graph.readable import counted
 from gshard.graph.regions import walk
 from gshard.jit import jit
 from gshard.moving.costs import use_cost_model
@@ -136,7 +137,7 @@ class Evaluator:
         if changing.keys() - known.keys():
             layout, forecast = self._lowered(layout, {**needed, **changing, **known})
         count = len(annotations) + len(inside)
-        name = f"mesh {' x '.join(map(str, mesh))}, {count} annotations"
+        name = f"mesh {' x '.join(map(str, mesh))}, {counted(count, 'annotation')}"
         name += f", {stages} stages" if stages else ""
         figures = Considered.of(name, forecast, self.limit)
         if self.shorter is not None:

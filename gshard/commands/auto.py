@@ -39,16 +39,16 @@ def auto(
     function: Annotated[str, typer.Argument(help="module:function")],
     shapes: Shapes = None,
     arguments: Arguments = None,
-    devices: Annotated[int, typer.Option(help="how many devices", min=1)] = 8,
+    devices: Annotated[int, typer.Option(help="number of devices", min=1)] = 8,
     hardware: Hardware = None,
     memory: Annotated[
         str | None,
         typer.Option(help="bytes on each device, as in '16 GB'", show_default="the hardware's"),
     ] = None,
     seconds: Annotated[
-        float | None,
-        typer.Option("--budget", help="seconds to search, roughly", show_default="60", min=0.0),
-    ] = None,
+        float,
+        typer.Option("--budget", help="seconds of search; more until a layout fits", min=0.0),
+    ] = 60.0,
     explain: Annotated[
         bool, typer.Option("--explain", help="show what else was considered, and which limits bind")
     ] = False,
@@ -65,10 +65,10 @@ def auto(
     with one_line_errors():
         given = given_arguments(shapes, arguments)
         step = Step(imported(function), given)
-        budget = 60.0 if seconds is None else seconds
         with working() as tell, _Phases(tell):
-            tell(f"choosing annotations for {devices} devices, about {budget:.0f} seconds")
-            layout = step.by_auto(devices=devices, hardware=hardware, memory=memory, seconds=budget)
+            tell(f"choosing annotations for {devices} devices, about {seconds:.0f} seconds")
+            keywords = {"devices": devices, "hardware": hardware, "memory": memory}
+            layout = step.by_auto(**keywords, seconds=seconds)
     if out is not None:
         layout.save(out)
     if plots is not None:

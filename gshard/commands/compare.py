@@ -18,13 +18,13 @@ from gshard.untrusted import printable_lines
 
 
 def compare(
-    step: Annotated[str, typer.Argument(help="module:function, jitted or not, as it is")],
+    step: Annotated[str, typer.Argument(help="module:function, with or without jax.jit")],
     shapes: Shapes = None,
     arguments: Arguments = None,
-    devices: Annotated[int, typer.Option(help="how many devices", min=1)] = 8,
+    devices: Annotated[int, typer.Option(help="number of devices", min=1)] = 8,
     hardware: HardwareOfPaper = "h100",
     seconds: Annotated[
-        float, typer.Option("--budget", help="seconds for gshard.auto; 0: without it", min=0.0)
+        float, typer.Option("--budget", help="seconds of gshard.auto; 0 skips it", min=0.0)
     ] = 30.0,
     as_json: Json = False,
     page: Page = None,

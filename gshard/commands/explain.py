@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def explain(
-    function: Annotated[str, typer.Argument(help="module:function, annotated")],
+    function: Annotated[str, typer.Argument(help="module:function with annotations")],
     shapes: Shapes = None,
     arguments: Arguments = None,
-    devices: Annotated[int, typer.Option(help="how many devices", min=1)] = 8,
+    devices: Annotated[int, typer.Option(help="number of devices", min=1)] = 8,
     hardware: Hardware = None,
     as_json: Json = False,
     page: Page = None,

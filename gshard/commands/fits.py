@@ -21,16 +21,16 @@ _DOES_NOT_FIT = 3  # the exit status; 1 and 2 are mistakes
 
 
 def fits(
-    step: Annotated[str, typer.Argument(help="module:function, jitted or not, as it is")],
+    step: Annotated[str, typer.Argument(help="module:function, with or without jax.jit")],
     shapes: Shapes = None,
     arguments: Arguments = None,
-    on: Annotated[str, typer.Option(help="how many of which hardware, as in 8xh100")] = "8xh100",
+    on: Annotated[str, typer.Option(help="number and kind of devices, as in 8xh100")] = "8xh100",
     batch: Annotated[
         list[int] | None,
-        typer.Option(help="number of an argument that begins with the batch", show_default="last"),
+        typer.Option(help="positions of the arguments with a batch dim", show_default="last"),
     ] = None,
     seconds: Annotated[
-        float, typer.Option("--budget", help="seconds for gshard.auto; 0: without it", min=0.0)
+        float, typer.Option("--budget", help="seconds of gshard.auto; 0 skips it", min=0.0)
     ] = 30.0,
     as_json: Json = False,
 ) -> None:
@@ -44,7 +44,7 @@ def fits(
     with one_line_errors():
         asked = re.fullmatch(r"(\d+)\s*x\s*(\S+)", on)
         if asked is None:
-            raise ValueError(f"--on is {on!r}; write how many of which hardware, as in 8xh100")
+            raise ValueError(f"--on is {on!r}; write number and kind of devices, as in 8xh100")
         machine = hardware(asked[2])
         use_virtual_devices(int(asked[1]))
         given = Step(imported(step), given_arguments(shapes, arguments))

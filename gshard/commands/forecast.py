@@ -29,7 +29,7 @@ Tell = Callable[[str], None]  # says what is being done
 def forecast(
     model: Annotated[
         str | None,
-        typer.Argument(help="a member of the paper's family", autocompletion=complete_models),
+        typer.Argument(help="a model of the paper", autocompletion=complete_models),
     ] = None,
     hardware: HardwareOfPaper = "tpu-v3",
     devices: DevicesOfPaper = None,

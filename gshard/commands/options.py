@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from gshard.mt.launch.environment import Hosts
@@ -60,30 +60,33 @@ def complete_tiers(incomplete: str) -> list[str]:
     return _beginning([*shipped(), *map(str, Path().glob("*.toml"))], incomplete)
 
 
+_HARDWARE = "a name such as h100, or a TOML file, to plan and forecast for"
+
 Model = Annotated[
-    str, typer.Argument(help="a member of the paper's family", autocompletion=complete_models)
+    str,
+    typer.Argument(help="a model of the paper", autocompletion=complete_models),
 ]
 HardwareOfPaper = Annotated[
     str,
-    typer.Option(
-        help="a name or a TOML file, to plan and time for", autocompletion=complete_hardware
-    ),
+    typer.Option(help=_HARDWARE, autocompletion=complete_hardware),
 ]
 Hardware = Annotated[
     str | None,
     typer.Option(
-        help="a name or a TOML file, to plan and time for",
+        help=_HARDWARE,
         show_default="what JAX reports",
         autocompletion=complete_hardware,
     ),
 ]
-Shapes = Annotated[list[str] | None, typer.Argument(help="its arguments, as in f32[8,256,128]")]
+Shapes = Annotated[
+    list[str] | None, typer.Argument(help="shapes of its arguments, as in f32[8,256,128]")
+]
 Arguments = Annotated[
     str | None,
-    typer.Option(help="module:function that returns the arguments, where they are trees"),
+    typer.Option(help="module:function that returns the arguments, for pytrees"),
 ]
 DevicesOfPaper = Annotated[
-    int | None, typer.Option(help="how many devices", show_default="as many as the paper's", min=1)
+    int | None, typer.Option(help="number of devices", show_default="as many as the paper's", min=1)
 ]
 Run = Annotated[Path, typer.Argument(help="folder of a training run", autocompletion=complete_runs)]
 Runs = Annotated[
@@ -92,7 +95,7 @@ Runs = Annotated[
 ]
 Page = Annotated[Path | None, typer.Option(help="an HTML file of the explained program")]
 Plots = Annotated[Path | None, typer.Option(help="a folder for plots")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Checkpoint = Annotated[str, typer.Option(help="best, last, or a step")]
 Beam = Annotated[int, typer.Option(help="hypotheses kept while searching; 1 is greedy", min=1)]
 Alpha = Annotated[float, typer.Option(help="length penalty: higher prefers longer translations")]
@@ -122,17 +125,25 @@ _SHOWN = {"bool": "", "str": "TEXT", "int": "NUMBER", "float": "NUMBER"}
 _TYPE = re.compile(r"<(?:list\[)?(\w+)(?: range)?\]?>")
 
 
-class PlainCommand(TyperCommand):
-    """A command whose help has PATH and NUMBER as types, and none for flags."""
+class _Plain:
+    """Its help has PATH and NUMBER as types, and none for flags."""
 
     def get_params(self, ctx: Any) -> Any:
         """Arguments and options, `--help` included."""
-        found = super().get_params(ctx)
+        found = super().get_params(ctx)  # type: ignore[misc]  # of Typer's classes
         for param in found:
             if hasattr(param, "display_type"):  # older Typers have Click's names: no `<bool>`
                 shown = _TYPE.sub(_plain, param.display_type(ctx))
                 param.display_type = lambda ctx, shown=shown: shown
         return found
+
+
+class PlainCommand(_Plain, TyperCommand):
+    """A command with plain help."""
+
+
+class PlainGroup(_Plain, TyperGroup):
+    """A group of commands with plain help."""
 
 
 def _plain(match: re.Match[str]) -> str:

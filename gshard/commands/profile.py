@@ -26,7 +26,7 @@ _WARM = 2.0  # seconds of steps that are not measured
 
 
 def profile(
-    function: Annotated[str, typer.Argument(help="module:function, annotated")],
+    function: Annotated[str, typer.Argument(help="module:function with annotations")],
     shapes: Shapes = None,
     arguments: Arguments = None,
     devices: Annotated[

@@ -89,7 +89,7 @@ class Comparison:
             f"{duration(p.seconds):>9} {duration(p.exposed):>9}"
             for p in self.programs
         ]
-        top = f"{self.step} on {self.devices} x {self.hardware}: each device, a step"
+        top = f"{self.step} on {self.devices} x {self.hardware}, per device and step"
         notes = [line for note in self.notes for line in textwrap.wrap(note, 100)]
         return "\n".join([top, heads, *rows, "", *self._differences(), *notes, *self.verdicts])
 

@@ -56,7 +56,7 @@ class Subject:
 
     @property
     def conflicts(self) -> tuple[Any, ...]:
-        """Splits that wanted the same tensors, and what was decided."""
+        """Conflicting splits of the same tensors, and what was decided."""
         return self.found.conflicts
 
     @functools.cached_property

@@ -29,7 +29,7 @@ def text(findings: Findings) -> list[str]:
         lines += ["", "by line", *_totals(findings.lines, kinds=True)]
         lines += ["", "why", *_reasons(findings)]
     if subject.conflicts:
-        lines += ["", "splits that wanted the same tensors"]
+        lines += ["", "conflicting splits of the same tensors"]
         lines += dict.fromkeys(map(_named(findings), subject.conflicts))
     found = replicated(findings)
     if found:

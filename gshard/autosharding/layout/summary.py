@@ -61,7 +61,7 @@ def summary(layout: Any) -> str:
     mesh += f", pipelines in {layout.stages} stages" if layout.stages else ""
     lines = [
         f"mesh {mesh} on {layout.devices} x {layout.hardware}",
-        f"forecast: {duration(layout.seconds)} a step, {size(layout.memory_bytes)} on each device",
+        f"forecast: {duration(layout.seconds)} per step, {size(layout.memory_bytes)} per device",
         f"no layout takes less than {duration(layout.bound)} (gap {100 * layout.gap:.1f}%)",
     ]
     found = [*groups(layout.annotations), *groups(layout.inside)]
