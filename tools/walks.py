@@ -34,7 +34,7 @@ class Start(NamedTuple):
 WALKS = {
     "lower": Start("gshard.runtime.pipeline", "lower", "traced", 19, 5),
     "forecast": Start("gshard.forecast.report", "forecast", "jaxpr", 24, 10),
-    "auto": Start("gshard.autosharding.cost.model", "build", "subject", 33, 17),
+    "auto": Start("gshard.autosharding.cost.model", "build", "subject", 25, 11),
     "training": Start("gshard.mt.training.loop", "train", "run", 33, 12),
 }
 

@@ -35,7 +35,7 @@ from gshard.graph.readable import counted
 from gshard.graph.regions import walk
 from gshard.jit import jit
 from gshard.moving.costs import use_cost_model
-from gshard.propagation.flow import Edge, Flow
+from gshard.propagation.flow import Edge
 from gshard.propagation.propagate import propagate
 from gshard.tensors.sharding import Sharding
 
@@ -100,12 +100,7 @@ class Evaluator:
     @functools.cached_property
     def operators(self) -> list[Edge]:
         """The operators of the program, with their factors."""
-        return [e for e in self.flow.edges if e.eqn is not None and e.atoms[1]]
-
-    @functools.cached_property
-    def flow(self) -> Flow:
-        """How the shardings of the program's tensors depend on each other."""
-        return Flow(self.subject.flat.jaxpr, self.subject.devices)
+        return [e for e in self.subject.flow.edges if e.eqn is not None and e.atoms[1]]
 
     def evaluate(
         self,
@@ -214,7 +209,7 @@ class ModelSolver:
 
     def building_work(self, mesh: MeshShape) -> float:
         """Seconds of work to build a model on a mesh."""
-        edges = self.evaluator.flow.edges
+        edges = self.evaluator.subject.flow.edges
         shapes = Counter(
             max((a.aval.shape for side in edge.atoms for a in side), key=len, default=())
             for edge in edges

@@ -5,6 +5,7 @@ borders of its loops: a value outside and the same value inside.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from gshard.capture.simplify import PASSES
 from gshard.graph.regions import Loop, bodies, walk
 from gshard.graph.source import source_of
 from gshard.pipelining.meaning import pipeline_p
-from gshard.propagation.flow import Edge
+from gshard.propagation.flow import Edge, Flow
 from gshard.tensors.annotate import in_stages, tracing_for
 
 # Arrays that an argument has at least to be taken for a state: what returns a single array of the
@@ -69,6 +70,24 @@ class TracedProgram:
     def arguments(self) -> list[Any]:
         """The variables of the arrays among the arguments."""
         return self.flat.jaxpr.invars[self.closed_over :]
+
+    @functools.cached_property
+    def flow(self) -> Flow:
+        """How the shardings of its tensors depend on each other, and how often each is made; an
+        equation that represents removed ones runs as often as all of them."""
+        flow, times, eqns = (
+            Flow(self.flat.jaxpr, self.devices),
+            self.repeated.times,
+            self.repeated.eqns,
+        )
+        alone = {v for edge in flow.edges if edge.eqn in eqns for v in edge.variables}
+        for edge in flow.edges:
+            edge.runs *= times if edge.eqn in eqns else 1
+            alone.difference_update(() if edge.eqn in eqns else edge.variables)
+        made = {var for eqn in eqns for var in eqn.outvars}
+        for var in made | alone.intersection(self.flat.jaxpr.invars):
+            flow.runs[var] *= times
+        return flow
 
     @property
     def stage_numbers(self) -> list[int]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
 from gshard.autosharding.cost import NONE, MeshShape, Spec, specs_of, tiles_of
@@ -45,8 +45,7 @@ def build_lower_bound(
 ) -> MeshProblem:
     """The problem whose least cost is a lower bound of the forecasts of all layouts over a mesh,
     where equations that are `repeated` are sharded like those they represent."""
-    prices = LowerBoundPrices(subject.flat.jaxpr, mesh, hardware)
-    return LowerBoundBuilder(subject, prices, limit, fused_on=subject.devices).built()
+    return LowerBoundBuilder(LowerBoundPrices(subject, mesh, hardware), limit).built()
 
 
 class LowerBoundRates(MeshRates):
@@ -177,8 +176,8 @@ def _without(axes: Axes, part: Axes) -> Axes:
 class LowerBoundPrices(OperatorPrices):
     """Prices of operators that no lowered program undercuts."""
 
-    def __init__(self, jaxpr: Jaxpr, mesh: MeshShape, hardware: Hardware) -> None:
-        super().__init__(jaxpr, mesh, hardware)
+    def __init__(self, subject: TracedProgram, mesh: MeshShape, hardware: Hardware) -> None:
+        super().__init__(subject, mesh, hardware, fused_on=subject.devices)
         alone = hardware.compiler != "cpu"  # XLA for CPUs combines all-reduces of any size
         largest = hardware.cost_model.largest_combined if alone else math.inf
         self.least = LowerBoundRates(hardware, mesh, largest)

@@ -11,7 +11,6 @@ Prices are likely ones, for finding layouts; `lower_bound` overrides them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -22,7 +21,6 @@ from gshard.autosharding.cost import MeshShape, local_elements, sharding_of, spe
 from gshard.autosharding.cost.copies import SharedCopies, SharedCopy, reads_copy
 from gshard.autosharding.cost.strategies import (
     PICO,
-    FusedWork,
     OperatorPrices,
     Priced,
     Shares,
@@ -31,7 +29,7 @@ from gshard.autosharding.cost.strategies import (
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints, MemoryModel, Problem, unite
 from gshard.autosharding.traced import TracedProgram, border_ends, border_table, leaving_borders
 from gshard.forecast.hardware import Hardware
-from gshard.propagation.flow import Edge, Flow
+from gshard.propagation.flow import Edge
 from gshard.tensors.tile import byte_size
 
 # Between two layouts that take as long, the one that holds less of its arguments is better: holding
@@ -78,22 +76,8 @@ def build(
     A result that is the argument of the next call is resharded for it where the two differ, and
     takes its place if it is `donated`. `paired` are tensors whose copies count in the limit.
     """
-    prices = OperatorPrices(subject.flat.jaxpr, mesh, hardware)
-    return ModelBuilder(subject, prices, limit, paired, donated).built()
-
-
-@functools.lru_cache(maxsize=4)
-def _read(subject: TracedProgram, hardware: Hardware, fused_on: int) -> tuple[Flow, FusedWork]:
-    """What is the same on all meshes."""
-    jaxpr, repeated = subject.flat.jaxpr, subject.repeated
-    flow, times, eqns = Flow(jaxpr, subject.devices), repeated.times, repeated.eqns
-    alone = {v for edge in flow.edges if edge.eqn in eqns for v in edge.variables}
-    for edge in flow.edges:
-        edge.runs *= times if edge.eqn in eqns else 1
-        alone.difference_update(() if edge.eqn in eqns else edge.variables)
-    for var in {v for eqn in eqns for v in eqn.outvars} | alone.intersection(jaxpr.invars):
-        flow.runs[var] *= times
-    return flow, FusedWork(jaxpr, hardware, subject.devices, fused_on, repeated)
+    prices = OperatorPrices(subject, mesh, hardware)
+    return ModelBuilder(prices, limit, paired, donated).built()
 
 
 class ModelBuilder:
@@ -103,17 +87,15 @@ class ModelBuilder:
 
     def __init__(
         self,
-        subject: TracedProgram,
         prices: OperatorPrices,
         limit: float,
         paired: Collection[Any] = (),
         donated: bool = False,
-        fused_on: int = 1,
     ) -> None:
-        self.subject, self.prices, self.limit, self.donated = subject, prices, limit, donated
-        self.mesh, self.hardware, self.repeated = prices.mesh, prices.hardware, subject.repeated
-        self.jaxpr = subject.flat.jaxpr
-        self.flow, self.work = _read(subject, self.hardware, fused_on)
+        self.prices, self.limit, self.donated = prices, limit, donated
+        self.mesh, self.hardware, self.work = prices.mesh, prices.hardware, prices.work
+        self.subject, self.repeated = prices.subject, prices.subject.repeated
+        self.jaxpr, self.flow = self.subject.flat.jaxpr, self.subject.flow
         self.copies = SharedCopies(self.flow, self.mesh, limit, paired)
         self.outwards = leaving_borders(self.jaxpr)
         self.costs: list[Floats] = []

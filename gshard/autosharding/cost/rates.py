@@ -23,7 +23,7 @@ from gshard.autosharding.cost import (
     mesh_shapes,
     specs_of,
 )
-from gshard.autosharding.solver.problem import Bools, Floats, Ints
+from gshard.autosharding.solver.problem import Floats
 from gshard.forecast.collective import collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.moving.costs import LATENCIES
@@ -96,12 +96,6 @@ class Rates(MeshRates):
         self.combined = combined
         self.most = LATENCIES * hardware.cost_model.latency  # bytes of combined collectives
 
-    def seconds(self, kind: str, axis: int, size: float) -> float:
-        """A collective on an operand of `size` bytes on each device."""
-        if self.mesh[axis] == 1:
-            return 0.0
-        return float(self._all_seconds(kind, axis, np.array(size)))
-
     @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
     def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:
         """Seconds from each spec of a tensor to each other one.
@@ -116,10 +110,13 @@ class Rates(MeshRates):
             for axis in range(len(self.mesh)):
                 s, t = source[..., axis], target[..., axis]
                 moves = (s != NONE) & (s != t) & ((t == NONE) == (kind == "all_gather"))
-                sizes = self._local_elements(shape, now) * itemsize
-                seconds = self._all_seconds(kind, axis, sizes)
+                tiles = [np.where(now == dim, self.mesh, 1).prod(-1) for dim in range(len(shape))]
+                rows = [-(-size // parts) for size, parts in zip(shape, tiles, strict=True)]
+                seconds = self.seconds(kind, axis, math.prod(rows) * itemsize)
                 if kind == "all_gather" and not self.combined:
-                    seconds = np.where(self._uneven(shape, now), _UNEVEN * seconds, seconds)
+                    pairs = zip(shape, tiles, strict=True)
+                    uneven = np.any([size % parts != 0 for size, parts in pairs], axis=0)
+                    seconds = np.where(uneven, _UNEVEN * seconds, seconds)
                 total += np.where(moves, seconds, 0.0)
                 now[..., axis] = np.where(moves, t, now[..., axis])
         return total
@@ -130,32 +127,17 @@ class Rates(MeshRates):
         for axis in sorted(partial.axes, key=lambda axis: spec[axis] == NONE):
             size = local_elements(partial.shape, now, self.mesh) * partial.itemsize
             kind = "all_reduce" if spec[axis] == NONE else "reduce_scatter"
-            total += self.seconds(kind, axis, size)
+            total += float(self.seconds(kind, axis, np.array(size)))
             now = (*now[:axis], spec[axis], *now[axis + 1 :])
         return total
 
-    def _all_seconds(self, kind: str, axis: int, sizes: Floats) -> Floats:
-        """`seconds` of many collectives at once."""
+    def seconds(self, kind: str, axis: int, sizes: Floats) -> Floats:
+        """Collectives on operands of so many bytes on each device."""
         latency, per_byte = self.terms(kind, (axis,), _SAMPLE)
         part = np.ones(sizes.shape)
         if self.combined:
             part = np.minimum(1.0, sizes / self.most)
         return np.where(self.mesh[axis] == 1, 0.0, latency * part + per_byte * sizes)
-
-    def _uneven(self, shape: tuple[int, ...], specs: Ints) -> Bools:
-        """Whether a dim does not divide into tiles, under each of many specs."""
-        found = np.zeros(specs.shape[:-1], dtype=bool)
-        for dim, length in enumerate(shape):
-            found |= length % np.where(specs == dim, self.mesh, 1).prod(-1) != 0
-        return found
-
-    def _local_elements(self, shape: tuple[int, ...], specs: Ints) -> Floats:
-        """The elements of a tile under each of many specs, padding included."""
-        total = np.ones(specs.shape[:-1])
-        for dim, length in enumerate(shape):
-            tiles = np.where(specs == dim, self.mesh, 1).prod(-1)
-            total *= -(-length // tiles)
-        return total
 
 
 def distinct_meshes(machine: Hardware, devices: int) -> list[MeshShape]:

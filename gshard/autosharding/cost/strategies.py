@@ -14,6 +14,7 @@ The forecast fuses the per-device program. Here the program itself is fused, by 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -26,7 +27,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from gshard.autosharding.cost import NONE, MeshShape, Spec, local_elements, sharding_of, specs_of
 from gshard.autosharding.cost.rates import Axes, MeshRates, PartialSum, Rates
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats
-from gshard.autosharding.traced import ONCE, Repeated
+from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.dataflow import DeviceOperator, Op, elements, size_of
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.program import body_of, walk
@@ -68,15 +69,9 @@ class FusedWork:
     """The memory traffic of every equation, and of tensors that loops copy. What is fused is the
     program itself, or the most that its part on one of `fused_on` devices may be."""
 
-    def __init__(
-        self,
-        jaxpr: Jaxpr,
-        hardware: Hardware,
-        devices: int,
-        fused_on: int = 1,
-        repeated: Repeated = ONCE,
-    ) -> None:
-        self.hardware, self.devices, self.fused_on = hardware, devices, fused_on
+    def __init__(self, subject: TracedProgram, hardware: Hardware, fused_on: int = 1) -> None:
+        self.hardware, self.devices, self.fused_on = hardware, subject.devices, fused_on
+        jaxpr, repeated = subject.flat.jaxpr, subject.repeated
         self.starts = 0  # how many operators a device starts
         self.stored: set[Any] = set()  # what is written to memory
         self.copied: dict[Any, float] = defaultdict(float)  # times that a tensor is copied
@@ -165,6 +160,12 @@ class FusedWork:
         self.copied[var] += share
 
 
+@functools.lru_cache(maxsize=4)
+def _fused_work(subject: TracedProgram, hardware: Hardware, fused_on: int) -> FusedWork:
+    """The work of a program, which is the same on all meshes."""
+    return FusedWork(subject, hardware, fused_on)
+
+
 # Costs are counted in picoseconds: integers, so that equal sums are equal.
 PICO = 1e12
 
@@ -186,11 +187,14 @@ class Priced:
 class OperatorPrices:
     """Likely prices of operators on one mesh, for finding layouts."""
 
-    def __init__(self, jaxpr: Jaxpr, mesh: MeshShape, hardware: Hardware) -> None:
-        self.mesh, self.hardware = mesh, hardware
+    def __init__(
+        self, subject: TracedProgram, mesh: MeshShape, hardware: Hardware, fused_on: int = 1
+    ) -> None:
+        self.subject, self.mesh, self.hardware = subject, mesh, hardware
+        self.work = _fused_work(subject, hardware, fused_on)
         self.alone = Rates(hardware, mesh)
         self.combined = Rates(hardware, mesh, combined=True)
-        self.weights = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
+        self.weights = {getattr(v.aval, "shape", ()) for v in subject.flat.jaxpr.invars}
         self.bandwidth = hardware.memory_bandwidth * hardware.efficiency.memory
 
     def moves(self, share: float = 1.0) -> MeshRates:

@@ -182,29 +182,23 @@ def _binding(layout: Any, forecast: Forecast) -> list[str]:
     return lines
 
 
-_GB = 1e9
-_SLOWEST = 1.5  # times the slowest of the frontier: the end of the plot
-
-
 def plot(layout: Any, path: Path) -> Path:
     """Milliseconds of a step against gigabytes on each device, of all layouts that were lowered."""
     if not layout.considered:
         raise ValueError("a layout that was loaded has no frontier: search again with gshard.auto")
-    frontier = [(c.memory_bytes / _GB, 1e3 * c.seconds) for c in layout.frontier]
-    every = {(c.memory_bytes / _GB, 1e3 * c.seconds) for c in layout.considered}
-    most = _SLOWEST * max(time for _, time in frontier)
-    widest = _SLOWEST * max(memory for memory, _ in frontier)
-    others = sorted((a, b) for a, b in every - set(frontier) if a <= widest and b <= most)
-    own = (layout.memory_bytes / _GB, 1e3 * layout.seconds)
+    point = lambda each: (each.memory_bytes / 1e9, 1e3 * each.seconds)  # noqa: E731
+    frontier, every = [*map(point, layout.frontier)], {*map(point, layout.considered)}
+    widest, slowest = (1.5 * max(ends) for ends in zip(*frontier, strict=True))  # of the plot
+    others = sorted((a, b) for a, b in every - {*frontier} if a <= widest and b <= slowest)
     left_out = len(every) - len(frontier) - len(others)
     more = f"; {left_out} beyond the axes" if left_out > 0 else ""
-    limit = f" (limit {layout.limit / _GB:.3g} GB)" if layout.limit else ""
+    limit = f" (limit {layout.limit / 1e9:.3g} GB)" if layout.limit else ""
     chart = curves(
         f"Step time and memory: {len(every)} layouts{more}",
         [
             Series(others, colour="var(--s6)", line=False, dots=30.0, faint=True),
             Series(frontier, "frontier", dots=40.0),
-            Series([own], "chosen", "var(--s1)", line=False, dots=110.0),
+            Series([point(layout)], "chosen", "var(--s1)", line=False, dots=110.0),
         ],
         ChartAxis(f"GB on each device{limit}"),
         ChartAxis("ms per step"),

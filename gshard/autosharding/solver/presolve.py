@@ -206,7 +206,7 @@ def _drop(network: ProblemGraph, node: int, allowed: Bools) -> list[tuple[int, i
 
 # The table of a new edge, between the two neighbours of a removed node, has at most this many
 # entries.
-_LARGEST_TABLE = 1 << 18
+LARGEST_TABLE = 1 << 18
 
 
 def drop_dominated(
@@ -326,7 +326,7 @@ def _eliminated(network: ProblemGraph, node: int) -> set[int]:
         return {other}
     (first, one), (second, two) = edges
     entries = one.shape[1] * two.shape[1]
-    if entries > _LARGEST_TABLE:
+    if entries > LARGEST_TABLE:
         return set()
     best, choice = np.full((one.shape[1], two.shape[1]), np.inf), np.zeros(entries, dtype=np.int64)
     choice = choice.reshape(best.shape)

@@ -88,8 +88,7 @@ def test_transposed_values_have_the_readers_of_their_source():
     flat = jax.make_jaxpr(fn)(struct(8, 16, 24))
     first, _, second, _ = (eqn.outvars[0] for eqn in flat.eqns)
     subject = TracedProgram(fn, (), 8, flat, [], 0, [], [])
-    prices = LowerBoundPrices(flat.jaxpr, (8,), hardware("h100"))
-    builder = LowerBoundBuilder(subject, prices, 1e9, fused_on=8)
+    builder = LowerBoundBuilder(LowerBoundPrices(subject, (8,), hardware("h100")), 1e9)
     assert builder.source(second) == (first, (0, 2, 1))
     # Specs of both are: none, dim 0, dim 1, dim 2.
     assert builder.columns(second).tolist() == [0, 1, 3, 2]

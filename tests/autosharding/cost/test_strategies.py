@@ -9,18 +9,18 @@ from jax import lax
 from gshard.autosharding.cost import NONE, specs_of
 from gshard.autosharding.cost.lower_bound import LowerBoundPrices
 from gshard.autosharding.cost.strategies import PICO, MemoryTraffic, OperatorPrices
+from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import hardware
-from gshard.propagation.flow import Flow
 
 SHAPES = (256, 2048), (2048, 512)
 
 
 def operator(fn, *shapes, prices=OperatorPrices):
     """The last operator of a function, and the tables of it on 8 devices."""
-    jaxpr = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]).jaxpr
-    flow = Flow(jaxpr, 8)
-    *_, edge = [e for e in flow.edges if e.eqn is not None]
-    return edge, prices(jaxpr, (8,), hardware("h100"))
+    args = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+    subject = TracedProgram.of(fn, args, 8)
+    *_, edge = [e for e in subject.flow.edges if e.eqn is not None]
+    return edge, prices(subject, (8,), hardware("h100"))
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def product():
 def test_partial_results_cost_their_reduction(product):
     prices, (_, _, result), contracted, unsplit = product
     position = {spec: i for i, spec in enumerate(specs_of((256, 512), (8,)))}
-    size = 256 * 512 * 4
+    size = np.float64(256 * 512 * 4)
     seconds = {
         (NONE,): prices.alone.seconds("all_reduce", 0, size),
         (0,): prices.alone.seconds("reduce_scatter", 0, size),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from gshard.autosharding.cost.strategies import FusedWork
+from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import hardware
 
 
@@ -17,9 +18,10 @@ from gshard.forecast.hardware import hardware
     ],
 )
 def test_only_reductions_of_rows_may_read_nothing(axes, reads):
-    jaxpr = jax.make_jaxpr(lambda x: jnp.exp(x - jnp.sum(x * x, axes, keepdims=True)))(
-        jax.ShapeDtypeStruct((64, 8, 128), jnp.float32)
-    ).jaxpr
-    work = FusedWork(jaxpr, hardware("h100"), 8, fused_on=8)
-    eqn = next(e for e in jaxpr.eqns if e.primitive.name == "mul")
+    def fn(x):
+        return jnp.exp(x - jnp.sum(x * x, axes, keepdims=True))
+
+    subject = TracedProgram.of(fn, (jax.ShapeDtypeStruct((64, 8, 128), jnp.float32),), 8)
+    work = FusedWork(subject, hardware("h100"), fused_on=8)
+    eqn = next(e for e in subject.flat.jaxpr.eqns if e.primitive.name == "mul")
     assert bool(work.of(eqn).reads) == reads
