@@ -37,16 +37,9 @@ from gshard.graph.regions import loop_bodies, walk
 from gshard.propagation.flow import Edge
 from gshard.tensors.sharding import Sharding
 
-# How much slower than the fastest layout one with fewer annotations, or mesh axes, may be.
+# How much slower than the fastest layout one with fewer annotations, or mesh axes, may be, and by
+# the model annotations than the answer that they are made from.
 TOLERANCE = 0.01
-
-# Allowed slowdown over the solver's answer, by the model: normally, and when time runs out. The
-# first leaves a part of `TOLERANCE` to what the model does not see.
-_SLOWER = 0.8 * TOLERANCE
-_SLOWER_IN_HASTE = 2 * TOLERANCE
-
-_ROUND = 0.5  # the share of an excess that the annotations of a round are to save
-_LARGE = 1e-4  # share of a step that reading a tile of a large tensor takes
 
 _T = TypeVar("_T")
 
@@ -184,7 +177,7 @@ class AnnotationSearch:
             spec = None if isinstance(atom, Literal) else choice.spec(atom)
             split += sum(at != NONE and kept.isdisjoint(dims[at]) for at in spec or ())
         seconds = choice.model.sizes(result).min() / self.evaluator.machine.memory_bandwidth
-        return split == 1 and bool(seconds * edge.runs > _LARGE * choice.cost)
+        return split == 1 and bool(seconds * edge.runs > TOLERANCE / 100 * choice.cost)
 
     def _moves(self, edge: Edge) -> bool:
         """Whether the answer sends an operand of a pointwise operator elsewhere."""
@@ -208,9 +201,9 @@ class AnnotationSearch:
         def priced(units: Iterable[SpecGroup]) -> Deviation:
             return deviations.priced(self.evaluator.propagated(self._fixed(units)))
 
-        def missing(found: Deviation, slower: float = _SLOWER) -> float:
+        def missing(found: Deviation) -> float:
             """The bytes that are too much, or picoseconds of too slow a step."""
-            return found.excess_bytes or (found.seconds - slower * self.choice.cost) * PICO
+            return found.excess_bytes or (found.seconds - TOLERANCE * self.choice.cost) * PICO
 
         def more_time() -> bool:
             return clock.left >= work
@@ -219,7 +212,7 @@ class AnnotationSearch:
         best = now = priced(())
         kept = chosen
         while missing(now) > 0 and more_time():
-            added = self._worst(now, chosen, deviations, _ROUND * missing(now))
+            added = self._worst(now, chosen, deviations, missing(now))
             if not added:
                 break
             before, now = now, priced((*chosen, *added))
@@ -227,14 +220,13 @@ class AnnotationSearch:
             chosen = chosen | {unit: saved * share / total for unit, share in added.items()}
             if (now.excess_bytes, now.seconds) < (best.excess_bytes, best.seconds):
                 best, kept = now, chosen
-        allowed = _SLOWER if missing(best) <= 0 else _SLOWER_IN_HASTE
-        if missing(best, allowed) > 0:
+        if missing(best) > 0:
             return None
 
         def removable(group: Sequence[SpecGroup]) -> bool:
             nonlocal best, kept
             without = priced([each for each in kept if each not in group])
-            if missing(without, allowed) <= 0:
+            if missing(without) <= 0:
                 best, kept = without, {u: s for u, s in kept.items() if u not in group}
                 return True
             if len(group) == 1:

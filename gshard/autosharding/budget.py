@@ -88,9 +88,9 @@ class Clock:
 PHASES = {
     "first layouts": 0.12,  # nothing split, the batch, the batch and the states
     "solving": 0.25,  # the model, for as many meshes as there is time
-    "annotations": 0.38,  # from which propagation finds an answer
+    "annotations": 0.32,  # from which propagation finds an answer
     "bound": 0.19,  # the lower bound of all layouts
-    "removal": 0.06,  # annotations that make little difference
+    "removal": 0.12,  # annotations that make little difference
 }
 
 

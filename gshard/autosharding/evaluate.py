@@ -295,11 +295,8 @@ class Deviations:
     def __init__(self, model: MeshProblem, answer: Ints) -> None:
         self.model, self.answer = model, answer
         problem = model.problem
-        self.tables: list[dict[int, Floats]] = [{} for _ in problem.costs]
-        for edge in problem.edges:
-            table = np.minimum(edge.costs, 1e18)  # above all that is allowed, and can be added
-            self.tables[edge.first][edge.second] = table
-            self.tables[edge.second][edge.first] = table.T
+        # Forbidden pairs cost more than all that is allowed, and can be added.
+        self.tables = [{n: np.minimum(t, 1e18) for n, t in own.items()} for own in problem.tables]
         tensors = set(model.nodes.values())
         self.operators = [node for node in range(len(problem.costs)) if node not in tensors]
         self.best = self._costs(answer)
@@ -347,7 +344,7 @@ class Deviations:
         """The bytes that each node holds more than in the best answer, when most is exceeded."""
         memory = self.model.problem.memory
         time = int(np.argmax(memory.profile(answer) - memory.limit))
-        live = np.flatnonzero((memory.start <= time) & (time < memory.stop))
+        live = memory.live(time)
         nodes, first = memory.node[live], memory.first[live]
         more = memory.usage[first + answer[nodes]] - memory.usage[first + self.answer[nodes]]
         return np.bincount(nodes, more, len(answer)).astype(np.float64)

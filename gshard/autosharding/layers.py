@@ -33,7 +33,6 @@ from gshard.rules.base.rule import equation_key
 _FEWEST = 8  # equal layers; fewer take little time as they are
 _KEPT = 2  # layers at either end
 _LEFT = 0.8  # the share of the equations above which a shorter program gains next to nothing
-_WINDOW = 8  # equations that a period begins with, by which it is looked for
 
 Role = tuple[int, int, bool, int]  # a run, a position in its period; whether a result, its number
 
@@ -242,9 +241,10 @@ def _kinds(eqns: Sequence[JaxprEqn]) -> Ints:
 
 def _runs(kinds: Ints) -> Iterator[tuple[int, int, int]]:
     """Where a sequence has a period: the start, the period, and how often it repeats."""
-    if len(kinds) < _FEWEST + _WINDOW:
+    window = 8  # equations that a period begins with, by which it is looked for
+    if len(kinds) < _FEWEST + window:
         return
-    windows = np.lib.stride_tricks.sliding_window_view(kinds, _WINDOW)
+    windows = np.lib.stride_tricks.sliding_window_view(kinds, window)
     begins = np.unique(windows, axis=0, return_inverse=True)[1].ravel()
     at, most = 0, len(kinds) // _FEWEST
     while at < len(begins):

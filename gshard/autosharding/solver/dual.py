@@ -135,7 +135,7 @@ class Messages:
 
 def _levels(problem: Problem) -> Ints:
     """For each node a level above those of the neighbours that come before it."""
-    neighbours = problem.neighbours()
+    neighbours = problem.tables
     order = sorted(range(len(neighbours)), key=lambda node: (-len(neighbours[node]), node))
     level = np.full(len(neighbours), -1)
     for node in order:

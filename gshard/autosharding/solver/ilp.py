@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 
 from gshard.autosharding.budget import WORK, Clock
-from gshard.autosharding.solver.problem import ROUNDING, Floats, Ints, NoAnswerError, Problem
+from gshard.autosharding.solver.problem import (
+    ROUNDING,
+    Floats,
+    Ints,
+    NoAnswerError,
+    Problem,
+    entries,
+)
 
 # Iterations of the simplex method: in a node of the search tree, roughly, and in any run at least.
 _ITERATIONS = 100
@@ -272,8 +279,9 @@ class LinearProgram:
 
     def _add_row(self, at: int) -> None:
         memory = self.problem.memory
-        entries, _ = memory.at(at)
-        usage = np.bincount(self.column[entries], memory.usage[entries], self.count)
+        live = memory.live(at)
+        held = entries(memory.first[live], memory.sizes[live])
+        usage = np.bincount(self.column[held], memory.usage[held], self.count)
         columns = np.flatnonzero(usage)
         scale = max(float(usage.max()), 1.0)
         self.backend.add_row(columns, usage[columns] / scale, float(memory.limit[at]) / scale)

@@ -47,12 +47,9 @@ class ProblemGraph:
         self.constant = problem.constant
         self.costs: list[Floats] = [c.copy() for c in problem.costs]
         self.kept: list[Ints] = [np.arange(len(c)) for c in problem.costs]
-        self.edges: list[dict[int, Floats]] = [{} for _ in problem.costs]
+        self.edges = [dict(tables) for tables in problem.tables]
         self.alive = [True] * len(problem.costs)
         self.removed: list[Removed] = []
-        for edge in problem.edges:
-            self.edges[edge.first][edge.second] = edge.costs
-            self.edges[edge.second][edge.first] = edge.costs.T
 
     def has_time(self, node: int) -> bool:
         """Count the work of looking at a node; whether there is time for it."""

@@ -72,12 +72,9 @@ class MemoryModel:
         """The most bytes of each holding, over strategies."""
         return _reduce(np.maximum, self.usage, self.first)
 
-    def at(self, time: int) -> tuple[Ints, Floats]:
-        """The holdings of a time: for each entry its position in `usage`, and its node."""
-        live = np.flatnonzero((self.start <= time) & (time < self.stop))
-        return entries(self.first[live], self.sizes[live]), np.repeat(
-            self.node[live], self.sizes[live]
-        )
+    def live(self, time: int) -> Ints:
+        """The holdings of a time."""
+        return np.flatnonzero((self.start <= time) & (time < self.stop))
 
     def renamed(self, number: Sequence[int] | Ints, strategies: Sequence[Ints]) -> MemoryModel:
         """The memory by other nodes: node i is `number[i]` now, whose strategy s means
@@ -226,12 +223,13 @@ class Problem:
         within = np.arange(len(memory.usage)) - np.repeat(memory.first[:-1], memory.sizes)
         return np.repeat(self.first[memory.node], memory.sizes) + within
 
-    def neighbours(self) -> list[list[int]]:
-        """The nodes at the other ends of each node's edges."""
-        found: list[list[int]] = [[] for _ in self.costs]
+    @functools.cached_property
+    def tables(self) -> list[dict[int, Floats]]:
+        """The costs of each node's edges by the node at the other end, its own strategies first."""
+        found: list[dict[int, Floats]] = [{} for _ in self.costs]
         for edge in self.edges:
-            found[edge.first].append(edge.second)
-            found[edge.second].append(edge.first)
+            found[edge.first][edge.second] = edge.costs
+            found[edge.second][edge.first] = np.ascontiguousarray(edge.costs.T)
         return found
 
     @property

@@ -169,10 +169,7 @@ class Search:
         self.failures = 0  # draws that have found nothing, after which prices are higher
         self.gains = [1e-6, 1e-6]  # of draws and of neighbourhoods, as shares a second
         self.best = Result(start, np.inf if start is None else problem.cost(start), -np.inf)
-        self.tables: list[dict[int, Floats]] = [{} for _ in problem.costs]
-        for edge in problem.edges:
-            self.tables[edge.first][edge.second] = edge.costs
-            self.tables[edge.second][edge.first] = np.ascontiguousarray(edge.costs.T)
+        self.tables = problem.tables
 
     @property
     def left(self) -> float:
