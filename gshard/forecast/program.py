@@ -36,7 +36,7 @@ def body_of(jaxpr: Jaxpr, compiler: str, devices: int = 1) -> Body:
 
 def _loop(eqn: JaxprEqn, compiler: str, devices: int) -> LoopBodies:
     """The bodies of a loop or branch."""
-    jaxprs, times = bodies(eqn), trips(eqn)
+    times, jaxprs = trips(eqn), bodies(eqn)
     scan = counts_of(eqn) if eqn.primitive is scan_p else None
     inner = [body_of(body, compiler, devices) for body in jaxprs]
     runs = own = [Fraction(times)] * len(inner)
