@@ -186,7 +186,10 @@ def plot(layout: Any, path: Path) -> Path:
     """Milliseconds of a step against gigabytes on each device, of all layouts that were lowered."""
     if not layout.considered:
         raise ValueError("a layout that was loaded has no frontier: search again with gshard.auto")
-    point = lambda each: (each.memory_bytes / 1e9, 1e3 * each.seconds)  # noqa: E731
+
+    def point(each: Any) -> tuple[float, float]:
+        return each.memory_bytes / 1e9, 1e3 * each.seconds
+
     frontier, every = [*map(point, layout.frontier)], {*map(point, layout.considered)}
     widest, slowest = (1.5 * max(ends) for ends in zip(*frontier, strict=True))  # of the plot
     others = sorted((a, b) for a, b in every - {*frontier} if a <= widest and b <= slowest)
