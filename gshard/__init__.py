@@ -16,7 +16,7 @@ if _typing.TYPE_CHECKING:
     from gshard.autosharding.auto import auto
     from gshard.autosharding.layout import Layout
     from gshard.check import check, prove
-    from gshard.checking.replaying.replay import Replay
+    from gshard.checking.replay import Replay
     from gshard.checking.report import Difference, Report
     from gshard.extend import Factors, Rule, Sharding, Tile, register_rule
     from gshard.jit import Jitted, jit
@@ -88,7 +88,7 @@ _lazy.attach(
         ),
         "gshard.moving.inventory": "Collective",
         "gshard.pipelining.api": "pipeline",
-        "gshard.checking.replaying.replay": "Replay",
+        "gshard.checking.replay": "Replay",
         "gshard.runtime.compiled": "Compiled",
         "gshard.runtime.stages": "Lowered",
         "gshard.tensors.presets": "fsdp tensor_parallel",

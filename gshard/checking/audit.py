@@ -31,7 +31,7 @@ from gshard.checking.exact.number import (
 )
 from gshard.checking.exact.operators import local
 from gshard.checking.exact.pointwise import Ties
-from gshard.checking.lockstep import Emitted, Event, Lockstep, Numbers, Path, runs_of
+from gshard.checking.lockstep import Emitted, Event, Lockstep, Numbers, Path, ended, runs_of
 from gshard.checking.report import Difference, Report
 from gshard.checking.tiles import Gap, Tiling, adopted, gap_between, logical
 from gshard.graph.regions import at_every_level, bodies, loop_bodies
@@ -154,8 +154,8 @@ class Audit:
             if self.depth.get(h.value) == depth
         )
         # Arguments that loops return as they are: these are compared when the loops have ended.
-        held = [h for var in emitted.body.jaxpr.invars for h in emitted.held.get(var, ())]
-        self._late = {h.value for h in held if h.value in self.maker and self._of_loop(h.value)}
+        held = {h.value for var in emitted.body.jaxpr.invars for h in emitted.held.get(var, ())}
+        self._late = {v for v in held if v in self.maker and loop_bodies(self.maker[v])}
         self._left: list[tuple[Held, Value, Event]] = []
         order = sorted(times, key=lambda var: var in self._late)
         asked = {var: (self.region[var], times[var]) for var in order}
@@ -175,7 +175,6 @@ class Audit:
 
     def event(self, event: Event) -> None:
         """Look at what an equation has made, or at what a body begins with."""
-        source = "" if event.eqn is None else source_of(event.eqn)
         for n, var in enumerate(event.variables):
             for held in self.emitted.held.get(var, ()):
                 if self.depth.get(held.value) != len(event.path):
@@ -184,31 +183,22 @@ class Audit:
                     self._left.append((held, event.values[n], event))
                 else:
                     wanted = self.logical.value(held.value, event.path)
-                    event.values[n] = self.look(held, event.values[n], wanted, event, source)
-
-    def _of_loop(self, var: Any) -> bool:
-        return bool(loop_bodies(self.maker[var]))
+                    event.values[n] = self.look(held, event.values[n], wanted, event)
 
     def finish(self, results: Sequence[Value]) -> None:
         """Compare the results, and count what was never compared."""
         for held, got, event in self._left:
-            self.look(held, got, self.logical.value(held.value, ()), event, "")
+            self.look(held, got, self.logical.value(held.value, ()), event)
         outvars, end = self.emitted.flat.jaxpr.outvars, Event(None, (), [], (), ())
         pairs = zip(results, self.logical.finish(), strict=True)
         for atom, crossing, (got, wanted) in zip(outvars, self.emitted.out_of, pairs, strict=True):
-            self.look(Held(atom, *crossing), got, wanted, end, "", "end")
+            self.look(Held(atom, *crossing), got, wanted, end, "end")
         planned = {h.value for found in self.emitted.held.values() for h in found}
         for var in set(self.maker) - self.compared:
             self.report.not_compared[UNUSED if var in planned else REWRITTEN] += 1
 
     def look(
-        self,
-        held: Held,
-        got: Value,
-        wanted: Value | None,
-        event: Event,
-        source: str,
-        what: str = "",
+        self, held: Held, got: Value, wanted: Value | None, event: Event, what: str = ""
     ) -> Value:
         """Compare a value with what it should be; what it is taken to be from here on."""
         # One array may be the tile of two values, as of a reshape whose tiles have one element.
@@ -218,19 +208,19 @@ class Audit:
             return got
         tiling = Tiling(held.sharding, held.shape)
         gap = gap_between(got, wanted, tiling, event.active, held.value.aval.dtype)
-        self.judge(held, gap, event.path, source, what or held.moved or "result")
+        self.judge(held, gap, event, what or held.moved or "result")
         if not gap.elements and np.all(event.active):
             got = adopted(got, wanted, tiling, gap.proved)
         return _compared(got)
 
-    def judge(self, held: Held, gap: Gap, path: Path, source: str, what: str) -> None:
+    def judge(self, held: Held, gap: Gap, event: Event, what: str) -> None:
         """Count a comparison, and note a difference, unless it follows from an earlier one."""
         var, report = held.value, self.report
         is_literal = isinstance(var, Literal)
         eqn = None if is_literal else self.maker.get(var)
         name = "argument" if eqn is None else eqn.primitive.name
-        if eqn is not None and not held.moved:
-            source = source_of(eqn)
+        at = event.eqn if eqn is None or held.moved else eqn
+        source = "" if at is None else source_of(at)
         if held.moved:
             name = f"reshard of {name}"
         if not is_literal:
@@ -249,9 +239,8 @@ class Audit:
             report.not_compared[FOLLOWS] += 1
             return
         aval, sharding = var.aval, str(held.sharding)
-        of = (name, source, what, sharding, tuple(aval.shape), str(aval.dtype), runs_of(path))
-        found = (gap.device, gap.index, gap.got, gap.expected, gap.elements, gap.why)
-        report.differences.append(Difference(*of, *found))
+        of = (name, source, what, sharding, tuple(aval.shape), str(aval.dtype), runs_of(event.path))
+        report.differences.append(Difference(*of, *gap.first, gap.elements, gap.why))
 
     def _follows(self, var: Any) -> bool:
         """Whether a value depends on one that differs, directly or by values not compared."""
@@ -291,10 +280,8 @@ Points = Iterator[Sequence[Value]]  # the arguments of a program at random point
 
 def at_values(emitted: Emitted, arguments: Sequence[Any]) -> Iterator[list[Value]]:
     """The user's arguments, with random elements of the field."""
-    for seed in itertools.count():
-        rng = np.random.default_rng(seed)
-        values = map(logical, (*emitted.consts, *arguments))
-        yield [drawn(x, rng) for x in values]
+    for rng in map(np.random.default_rng, itertools.count()):
+        yield [drawn(logical(x), rng) for x in (*emitted.consts, *arguments)]
 
 
 def at_random(emitted: Emitted, given: Sequence[Any] = ()) -> Iterator[list[Value]]:
@@ -303,9 +290,8 @@ def at_random(emitted: Emitted, given: Sequence[Any] = ()) -> Iterator[list[Valu
     Integers are taken from what is `given`, where that has arrays of their shapes.
     """
     variables = emitted.unpartitioned.jaxpr.invars
-    for seed in itertools.count():
-        rng = np.random.default_rng(seed)
-        own = [drawn(x, rng) for x in map(logical, emitted.consts)]
+    for rng in map(np.random.default_rng, itertools.count()):
+        own = [drawn(logical(x), rng) for x in emitted.consts]
         arguments = itertools.zip_longest(variables[len(own) :], given)
         yield own + [_random(v.aval, x, rng) for v, x in arguments]
 
@@ -336,14 +322,8 @@ def check_program(emitted: Emitted, points: Points) -> Report:
         Ties.count = 0
         audit = Audit(emitted, report, arguments)
         machine = Lockstep(emitted.sizes, EXACT)
-        running: Any = machine.run(emitted.body, emitted.entering(arguments))
-        while True:
-            try:
-                event = next(running)
-            except StopIteration as end:
-                audit.finish(end.value)
-                break
-            audit.event(event)
+        running = machine.run(emitted.body, emitted.entering(arguments))
+        audit.finish(ended(running, audit.event))
         report.near_ties = ties
         if report.ok or not Ties.count or draw + 1 >= DRAWS:
             return report

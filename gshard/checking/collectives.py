@@ -12,8 +12,8 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives
 from gshard.checking.exact.number import Value, at, chosen, joined, moved, plain, spread
+from gshard.checking.exact.operators import folded, narrowed, summed, summed_in
 from gshard.checking.exact.pointwise import larger, smaller
-from gshard.checking.exact.sums import folded, narrowed, summed, summed_in
 from gshard.checking.tiles import Tiling
 from gshard.moving.partial import copies_groups
 from gshard.tensors.manual import (

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard.checking.collectives import RUN_TOGETHER, groups_of, run_collective, run_manual
-from gshard.checking.exact.number import Value, alike, at, chosen, floats, joined, plain
+from gshard.checking.exact.number import Value, alike, at, chosen, floats, plain, stacked_once
 from gshard.checking.on_host import OnHost
 from gshard.checking.tiles import Tiling
 from gshard.graph.regions import LOOPS, called, counts_of
@@ -27,8 +27,6 @@ from gshard.tensors.manual import MANUAL
 from gshard.tensors.sharding import Sharding
 
 Path = tuple[tuple[JaxprEqn, int], ...]  # the loops and branches around, with the number of each
-
-
 Crossing = tuple[Sharding, tuple[int, ...]]  # the sharding and the logical shape of an array
 
 
@@ -180,12 +178,9 @@ class Lockstep:
         self, eqn: JaxprEqn, operands: list[Value], active: np.ndarray, path: Path
     ) -> Run:
         primitive = eqn.primitive
-        if primitive is p.scan_p:
-            return (yield from self._scan(eqn, operands, active, path))
-        if primitive is p.while_p:
-            return (yield from self._while(eqn, operands, active, path))
-        if primitive is p.cond_p:
-            return (yield from self._cond(eqn, operands, active, path))
+        loops = {p.scan_p: self._scan, p.while_p: self._while, p.cond_p: self._cond}
+        if loop := loops.get(primitive):
+            return (yield from loop(eqn, operands, active, path))
         body = called(eqn) or self.numbers.written_out(eqn)
         if body is not None:
             return (yield from self.run(body, operands, active, path))
@@ -231,7 +226,7 @@ class Lockstep:
     def _stacked(self, rows: list[Value], aval: Any) -> Value:
         if not rows:
             return self.numbers.constant(np.zeros(aval.shape, aval.dtype))
-        return joined(lambda xs: np.stack(xs, 1), alike(rows))
+        return stacked_once(alike(rows))
 
     def _while(self, eqn: JaxprEqn, operands: list[Value], active: np.ndarray, path: Path) -> Run:
         """Each device runs the loop until its own condition is false."""
@@ -271,10 +266,10 @@ def _merged(new: Value, old: Value | None, devices: np.ndarray) -> Value:
     return new if old is None or devices.all() else chosen(devices, new, old)
 
 
-def ended(run: Run) -> list[Value]:
-    """The results of a run, after all of its events."""
+def ended(run: Run, look: Callable[[Event], None] = lambda event: None) -> list[Value]:
+    """The results of a run, after a look at all of its events."""
     while True:
         try:
-            next(run)
+            look(next(run))
         except StopIteration as end:
             return list(end.value)

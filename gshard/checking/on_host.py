@@ -33,7 +33,8 @@ class OnHost:
                     return bind(eqn, values)
                 except NotImplementedError:  # JAX runs this primitive in compiled programs alone
                     pass
-            return self._function(eqn)(*values)
+            run = self._compiled_for(signature(eqn), lambda *xs: list(bind(eqn, xs)))
+            return run(*values)
 
     def on_each(
         self, eqn: JaxprEqn, operands: Sequence[np.ndarray], active: np.ndarray
@@ -67,9 +68,6 @@ class OnHost:
         with without_mesh(), jax.default_device(host()):
             made = map(np.asarray, self._compiled_for(key, batched)(*given))
         return [x if 0 in axes else x[None] for x in made]
-
-    def _function(self, eqn: JaxprEqn) -> Callable[..., Any]:
-        return self._compiled_for(signature(eqn), lambda *xs: list(bind(eqn, xs)))
 
     def _compiled_for(self, key: Hashable, function: Callable[..., Any]) -> Callable[..., Any]:
         self._compiled[key] = found = self._compiled.pop(key, None) or jax.jit(function)

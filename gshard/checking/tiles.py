@@ -18,6 +18,7 @@ from gshard.checking.exact.number import (
     beside,
     by_parts,
     chosen,
+    different,
     is_float,
     joined,
     moved,
@@ -25,8 +26,8 @@ from gshard.checking.exact.number import (
     poison,
     spread,
 )
+from gshard.checking.exact.operators import summed_in
 from gshard.checking.exact.pointwise import bits_of
-from gshard.checking.exact.sums import summed_in
 from gshard.moving.partial import reducing_groups
 from gshard.tensors.keys import is_key
 from gshard.tensors.sharding import Sharding
@@ -162,13 +163,10 @@ _ROUNDING = 4096  # units in the last place by which floats alone are compared
 
 @dataclass(frozen=True)
 class Gap:
-    """How many elements differ, and the first of them."""
+    """How many elements differ; the first: its device, its index, what it is and should be."""
 
     elements: int = 0
-    device: int = 0
-    index: tuple[int, ...] = ()
-    got: Any = None
-    expected: Any = None
+    first: tuple[int, tuple[int, ...], Any, Any] = (0, (), None, None)
     why: str = ""
     proved: bool = True  # equal in the field, and not within rounding
     degree: float = 1.0
@@ -195,11 +193,11 @@ def gap_between(got: Value, wanted: Value, tiling: Tiling, active: Any, dtype: A
         needed = min(there.sum_bits, bits_of(dtype)) if is_float(dtype) else 0
         if proved and here.sum_bits < needed:  # a reduction may come after the operator
             why = f"summed in {here.sum_bits} bits instead of {needed}"
-        bad = np.not_equal(here.one, there.one) if proved else _apart(here.f, there.f, dtype)
+        bad = different(here.one, there.one) if proved else _apart(here.f, there.f, dtype)
         if there.sum_bits == UNKNOWN:  # exact numbers have no NaN for this, as for log(-1)
             bad = bad & ~np.isnan(there.f)
     else:
-        bad = np.not_equal(plain(here), plain(there))
+        bad = different(plain(here), plain(there))
     if not why and not bad.any():
         return Gap(proved=proved, degree=degree)
     bad = np.broadcast_to((bad | bool(why)) & beside(real, bad), (len(devices), *bad.shape[1:]))
@@ -212,7 +210,7 @@ def gap_between(got: Value, wanted: Value, tiling: Tiling, active: Any, dtype: A
     device = int(devices[place[0]])
     index = place[1:] if manual else tiling.position(device, place[1:])
     values = [plain(x)[(place[0] if len(plain(x)) > 1 else 0, *place[1:])] for x in (here, there)]
-    return Gap(elements, device, index, values[0], values[1], why, proved, degree)
+    return Gap(elements, (device, index, values[0], values[1]), why, proved, degree)
 
 
 def _apart(got: np.ndarray, wanted: np.ndarray, dtype: Any) -> np.ndarray:

@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr
 from gshard import _jax
 from gshard.capture.calls import Trees
 from gshard.checking.audit import at_random, at_values, check_program, check_results
-from gshard.checking.replaying.replay import Replay, Until
+from gshard.checking.replay import Replay, Until
 from gshard.checking.report import Report
 from gshard.checking.smaller import Resized, reduced, tiles_by_size
 from gshard.explanation import Explanation

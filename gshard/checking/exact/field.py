@@ -288,7 +288,7 @@ def root_to(exponents: Array) -> Array:
     """The root to these powers."""
     mask, factors = u64(2**_WINDOW - 1), _powers()
     looked_up = [
-        table[((exponents >> u64(_WINDOW * n)) & mask).astype(np.int64)]
+        table[((exponents >> u64(_WINDOW * n)) & mask).view(np.int64)]
         for n, table in enumerate(factors)
     ]
     return functools.reduce(mul, looked_up)

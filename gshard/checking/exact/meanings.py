@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from gshard._jax import prng_impl, ragged_dot_dense, without_mesh
 from gshard.checking.exact.number import is_float
-from gshard.checking.exact.sums import limit
+from gshard.checking.exact.operators import limit
 from gshard.checking.on_host import signature
 from gshard.graph.windows import convolution, window_places, window_sum
 
@@ -65,7 +65,8 @@ def _reduce(q: Params, *xs: jax.Array, there: jax.Array | None = None) -> Sequen
         pairs = jax.vmap(combine)(*left, *right)
         if there is not None:
             a, b = there[:half], there[half : 2 * half]
-            pairs = [_chosen(a, b, *each) for each in zip(left, right, pairs, strict=True)]
+            each = zip(pairs, left, right, strict=True)  # both, or the one that is there
+            pairs = [jnp.where(a & b, both, jnp.where(a, x, y)) for both, x, y in each]
             there = jnp.concatenate([a | b, there[2 * half :]])
         odd = [x[2 * half :] for x in rows]
         rows = [jnp.concatenate(both) for both in zip(pairs, odd, strict=True)]
@@ -75,13 +76,6 @@ def _reduce(q: Params, *xs: jax.Array, there: jax.Array | None = None) -> Sequen
     if there is None or not count:
         return made
     return [jnp.where(there[0], m, s) for m, s in zip(made, wide, strict=True)]
-
-
-def _chosen(
-    a: jax.Array, b: jax.Array, left: jax.Array, right: jax.Array, both: jax.Array
-) -> jax.Array:
-    """The two combined where both are there, else the one that is."""
-    return jnp.where(a & b, both, jnp.where(a, left, right))
 
 
 def _reduce_window(q: Params, *xs: jax.Array) -> Sequence[jax.Array]:
@@ -155,17 +149,12 @@ MEANINGS: dict[str, Operator] = {
 _written: dict[Hashable, ClosedJaxpr] = {}
 
 
-def _counts(dtype: Any) -> bool:
-    """Whether keys of this type make random bits by operators that are known here."""
-    return prng_impl(dtype).name == "threefry2x32"
-
-
 def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The program that an equation stands for; None for operators that the field has."""
     name = eqn.primitive.name
     meaning = MEANINGS.get(name)
     if name in _RANDOM:
-        known = _counts(eqn.invars[0].aval.dtype)
+        known = prng_impl(eqn.invars[0].aval.dtype).name == "threefry2x32"
     else:  # JAX can do that to integers
         known = any(is_float(v.aval.dtype) for v in eqn.outvars)
     if meaning is None or not known:

@@ -144,13 +144,8 @@ def _slice_at(eqn: JaxprEqn, a: Value, *starts: np.ndarray) -> Value:
 
 def _update_at(eqn: JaxprEqn, a: Value, new: Value, *starts: np.ndarray) -> Value:
     index = _window(eqn, eqn.invars[1].aval.shape, starts)
-
-    def put(both: Sequence[np.ndarray]) -> np.ndarray:
-        out = np.array(both[0])
-        out[index] = both[1]
-        return out
-
-    return joined(put, alike([a, new, *starts])[:2])
+    a, new, *_ = alike([a, new, *starts])
+    return _written(eqn, a, index, new)
 
 
 def _numbered(shape: Sequence[int], start: int = 0) -> np.ndarray:
@@ -222,7 +217,7 @@ def _scatter(eqn: JaxprEqn, a: Value, indices: np.ndarray, updates: Value) -> Va
     return _written_at(eqn, a, updates, places, put)
 
 
-def _written(eqn: JaxprEqn, flat: Value, where: np.ndarray, new: Value) -> Value:
+def _written(eqn: JaxprEqn, a: Value, where: Any, new: Value) -> Value:
     """The last of several updates of an element stays."""
 
     def put(both: Sequence[np.ndarray]) -> np.ndarray:
@@ -230,7 +225,7 @@ def _written(eqn: JaxprEqn, flat: Value, where: np.ndarray, new: Value) -> Value
         out[where] = both[1]
         return out
 
-    return joined(put, [flat, new])
+    return joined(put, [a, new])
 
 
 def _added(eqn: JaxprEqn, flat: Exact, where: np.ndarray, new: Exact) -> Exact:

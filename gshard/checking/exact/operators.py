@@ -17,12 +17,19 @@ from gshard.checking.exact.moving import MOVING, OF_FLOATS
 from gshard.checking.exact.number import (
     UNKNOWN,
     Exact,
+    Move,
     Value,
+    alike,
+    at,
     by_parts,
+    constant,
     exact,
     integers,
     is_float,
+    joined,
+    moved,
     of_array,
+    operator_once,
     plain,
     reshaped,
     times,
@@ -32,10 +39,13 @@ from gshard.checking.exact.pointwise import (
     OF_ANY,
     POINTWISE,
     aligned,
+    bits_of,
     converted,
+    larger,
+    mul,
     opaque,
+    smaller,
 )
-from gshard.checking.exact.sums import SUMS
 from gshard.checking.on_host import on_host
 from gshard.graph.evaluate import bind
 from gshard.rules.pointwise import POINTWISE as ON_ELEMENTS
@@ -83,8 +93,16 @@ def local(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[
     name = eqn.primitive.name
     if name in _ON_ELEMENTS and name not in KEEPS_BITS:
         pairs = zip(operands, eqn.invars, strict=True)
-        operands = [integers(x, a.aval.dtype) if _is_bits(x) else x for x, a in pairs]
+        operands = [integers(x, a.aval.dtype) if getattr(x, "bits", None) else x for x, a in pairs]
     wide = aligned(eqn, operands) if name in _ON_ELEMENTS else operands
+    run = lambda: _local(eqn, operands, wide, active)  # noqa: E731
+    return operator_once(eqn, wide, name in _ON_ELEMENTS, run)
+
+
+def _local(
+    eqn: JaxprEqn, operands: Sequence[Value], wide: Sequence[Value], active: np.ndarray
+) -> list[Value]:
+    name = eqn.primitive.name
     if operator := _OF_ANY.get(name):
         return _listed(operator(eqn, *wide))
     with_floats = any(isinstance(x, Exact) for x in operands)
@@ -104,10 +122,6 @@ def local(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[
 
 def _listed(made: Any) -> list[Value]:
     return made if isinstance(made, list) else [made]
-
-
-def _is_bits(value: Value) -> bool:
-    return isinstance(value, Exact) and value.bits is not None
 
 
 def _of_integers(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[Value]:
@@ -217,6 +231,137 @@ def _triangular_solve(eqn: JaxprEqn, a: Exact, b: Exact) -> Exact:
     return exact(made, a, b, **times(field.matmul, *sides), degree=b.degree + 1)
 
 
+# ------------------------------------------------------------------------ sums
+
+Combine = Callable[[Value, Value], Value]
+
+
+def narrowed(eqn: JaxprEqn, made: Value) -> Value:
+    """A sum, with the type that it was added up in."""
+    if not isinstance(made, Exact) or made.bits is not None:
+        return made
+    return replace(made, sum_bits=min(made.sum_bits, bits_of(eqn.outvars[0].aval.dtype)))
+
+
+def summed(a: Value, axes: Sequence[int]) -> Value:
+    """The sum over some dims; of narrow floats, rounded once, as compilers do."""
+    if isinstance(a, Exact):
+        parts = by_parts(lambda part: field.total(part, axes), a)
+        return exact(a.f.sum(tuple(axes)), a, **parts, bits=a.bits)
+    narrow = jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize < 4
+    if not is_float(a.dtype) or len(axes) > 1:
+        return a.sum(tuple(axes), dtype=a.dtype)
+    rows = np.moveaxis(a.astype(np.float32) if narrow else a, axes[0], 0)
+    total = rows[0]
+    for row in rows[1:]:  # in their order, as devices add
+        total = total + row
+    return total.astype(a.dtype)
+
+
+def summed_in(groups: Sequence[Sequence[int]], tiles: Value) -> Value:
+    """What the devices of each group have, added up; groups may have different sizes."""
+    if len({len(group) for group in groups}) == 1:
+        return summed(at(tiles, np.asarray(groups)), (1,))
+    sums = [summed(at(tiles, np.asarray([group])), (1,)) for group in groups]
+    return joined(np.concatenate, sums)
+
+
+def _axes(eqn: JaxprEqn) -> tuple[int, ...]:
+    return tuple(1 + d for d in eqn.params.get("axes", (eqn.params.get("axis"),)))
+
+
+def _reduce_sum(eqn: JaxprEqn, a: Value) -> Value:
+    return narrowed(eqn, summed(a, _axes(eqn)))
+
+
+def folded(combine: Combine, a: Value, axis: int) -> Value:
+    """All elements along an axis combined, in a tree."""
+    while plain(a).shape[axis] > 1:
+        size = plain(a).shape[axis]
+        half = size // 2
+        parts = [(0, half), (half, 2 * half), (2 * half, size)]
+        first, second, rest = (at(a, (slice(None),) * axis + (slice(*part),)) for part in parts)
+        a = combine(first, second)
+        if size % 2:
+            a = joined(lambda xs: np.concatenate(xs, axis), [a, rest])
+    return moved(lambda x: x.squeeze(axis), a)
+
+
+def _reduced(combine: Combine, start: Callable[[Any], Any]) -> Callable[..., Value]:
+    def operator(eqn: JaxprEqn, a: Value) -> Value:
+        if 0 in [plain(a).shape[d] for d in _axes(eqn)]:
+            aval = eqn.outvars[0].aval
+            return constant(np.full(aval.shape, start(aval.dtype), aval.dtype))
+        for axis in sorted(_axes(eqn), reverse=True):
+            a = folded(combine, a, axis)
+        return a
+
+    return operator
+
+
+def limit(sign: int) -> Callable[[Any], Any]:
+    """The largest number of a type, or the smallest."""
+
+    def of_type(dtype: Any) -> Any:
+        if is_float(dtype):
+            return sign * np.inf
+        if dtype.kind == "b":
+            return sign > 0
+        return np.iinfo(dtype).max if sign > 0 else np.iinfo(dtype).min
+
+    return of_type
+
+
+def _arg(combine: Combine) -> Callable[..., np.ndarray]:
+    """Where the largest element is, or the smallest."""
+
+    def operator(eqn: JaxprEqn, a: Exact) -> np.ndarray:
+        (axis,) = _axes(eqn)
+        best = moved(lambda x: np.expand_dims(x, axis), folded(combine, a, axis))
+        return (a.one == best.one).argmax(axis).astype(eqn.params["index_dtype"])
+
+    return operator
+
+
+def _cumsum(eqn: JaxprEqn, a: Exact) -> Value:
+    axis = 1 + eqn.params["axis"]
+    flip: Move = (lambda x: np.flip(x, axis)) if eqn.params["reverse"] else (lambda x: x)
+    parts = by_parts(lambda part: flip(field.running_total(flip(part), axis)), a)
+    return narrowed(eqn, exact(flip(np.cumsum(flip(a.f), axis)), a, **parts))
+
+
+def _dot_general(eqn: JaxprEqn, a: Value, b: Value) -> Value:
+    """Of values with a dim of devices, as one batch of matrix products."""
+    is_complex = any(x.dtype.kind == "c" for x in (a, b))
+    wide = np.dtype(np.complex128 if is_complex else np.float64)
+    a, b = alike([converted(x, wide) for x in (a, b)])
+    contracted, batch = eqn.params["dimension_numbers"]
+    sides, free = [], []
+    for x, own, shared, last in (
+        (a, contracted[0], batch[0], True),
+        (b, contracted[1], batch[1], False),
+    ):
+        rest = [d for d in range(x.ndim - 1) if d not in own and d not in shared]
+        groups = [shared, rest, own] if last else [shared, own, rest]
+        order = [0, *(1 + d for group in groups for d in group)]
+        sizes = [[x.shape[1 + d] for d in group] for group in groups]
+        matrix = (x.shape[0], *sizes[0], math.prod(sizes[1]), math.prod(sizes[2]))
+        free += [x.shape[1 + d] for d in rest]
+        sides.append(reshaped(x, order, matrix))
+    left, right = sides
+    shape = [*left.shape[:-2], *free]
+    parts = times(lambda x, y: field.matmul(x, y).reshape(shape), left, right)
+    f = np.matmul(left.f, right.f).reshape(shape)
+    return narrowed(eqn, exact(f, a, b, **parts, degree=a.degree + b.degree))
+
+
+SUMS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("reduce_sum", "leaf_sum", "tree_sum"), _reduce_sum), "cumsum": _cumsum,
+    **dict.fromkeys(("dot_general", "leaf_dot"), _dot_general),
+    "reduce_prod": _reduced(lambda a, b: mul(None, a, b), lambda dtype: 1),
+    "reduce_max": _reduced(larger, limit(-1)), "reduce_min": _reduced(smaller, limit(1)),
+    "argmax": _arg(larger), "argmin": _arg(smaller),
+}  # fmt: skip
 _ON_ELEMENTS = {*ON_ELEMENTS, *POINTWISE, "select_n"}
 _OF_ANY: dict[str, Callable[..., Any]] = {**OF_ANY, **MOVING}
 _OF_FLOATS: dict[str, Callable[..., Any]] = {

@@ -289,10 +289,6 @@ def _same(eqn: JaxprEqn, *operands: Value) -> Value:
     return operands[0] if len(operands) == 1 else list(operands)
 
 
-def _compared(fn: Callable[..., Any]) -> Operator:
-    return lambda eqn, *xs: fn(*xs)
-
-
 _KNOWN: dict[str, Callable[..., Any]] = {
     "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt, "log": np.log, "log2": np.log2,
@@ -320,7 +316,7 @@ KEEPS_BITS = {*_IDENTITIES, *_COMPARE, "bitcast_convert_type", "xor", "select_n"
 
 POINTWISE: dict[str, Operator] = {
     **{name: unknown(name, fn) for name, fn in _KNOWN.items()},
-    **{n: _compared(fn) for n, fn in _COMPARE.items()},
+    **{name: lambda eqn, *xs, fn=fn: fn(*xs) for name, fn in _COMPARE.items()},
     "add": add, "add_any": add, "sub": sub, "mul": mul, "div": _div, "rem": _rem, "neg": neg,
     "integer_pow": _integer_pow, "square": _integer_pow, "exp": _exp, "complex": _complex,
     "real": lambda eqn, a: exact(a.f.real, a, r=a.r), "conj": _conj,

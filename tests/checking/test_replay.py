@@ -126,7 +126,7 @@ def test_steps_of_a_loop_have_the_number_of_the_run():
 def test_until_a_line():
     replay = lowered_of(layer, *ARGS).replay(*ARGS, until=f"test_replay.py:{LINE}")
     step = replay.run()
-    assert step.source.endswith(f"tests/checking/replaying/test_replay.py:{LINE}")
+    assert step.source.endswith(f"tests/checking/test_replay.py:{LINE}")
     assert "not started" not in repr(replay)
     assert replay.results is None
 

@@ -2,22 +2,130 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
 from gshard.checking.collectives import RUN_TOGETHER, exchanged
 from gshard.checking.exact.number import Value, beside, floats, is_float, plain
 from gshard.checking.lockstep import Emitted, Event, Lockstep, as_devices_have_them, runs_of
-from gshard.checking.replaying.step import DeviceTile, Origin, ReplayStep
-from gshard.checking.tiles import Tiling, logical
-from gshard.graph.readable import counted
+from gshard.checking.tiles import Place, Tiling, logical, real
+from gshard.graph.readable import counted, size
 from gshard.graph.reason import NO_REASON
 from gshard.graph.regions import walk
 from gshard.graph.source import reason_of, source_of
 from gshard.moving.seen import Held
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceTile:
+    """What a device has of a value: its tile, and where in the whole array that belongs.
+
+    `array` is the tile, padding included. `shape` is that of the whole array and `place` the
+    slices of it that the tile is; both are None for what an operator computes on the way, which
+    is a part of no value of the user's program. An `unreduced` value's tile is a summand.
+    """
+
+    array: np.ndarray
+    shape: tuple[int, ...] | None = None
+    place: Place | None = None
+    unreduced: bool = False
+
+    @property
+    def real(self) -> np.ndarray:
+        """The tile without padding; all of it where it is not known what is padding."""
+        return self.array if self.place is None else real(self.array, self.place)
+
+    @functools.cached_property
+    def range(self) -> str:
+        """The least and the largest number, and how many are not finite."""
+        values = self.real
+        is_float = jnp.issubdtype(values.dtype, jnp.floating)
+        if values.size == 0 or (values.dtype.kind not in "iuf" and not is_float):
+            return ""
+        finite = values[np.isfinite(values)] if is_float else values
+        odd = values.size - finite.size
+        shown = f"{finite.min():.4g} to {finite.max():.4g}" if finite.size else "nothing finite"
+        return f"{shown}, {odd:,} not finite" if odd else shown
+
+    def __str__(self) -> str:
+        kind = f"{self.array.dtype}{list(self.array.shape)}"
+        if self.shape is None:
+            return f"{kind} (of this device alone)"
+        if self.place is None:
+            return f"{kind} (this device holds no tile)"
+        rows = ", ".join(f"{s.start}:{s.stop}" for s in self.place)
+        summand = "a summand of " if self.unreduced else ""
+        padding = self.array.size - self.real.size
+        more = f", {padding:,} elements of padding" if padding else ""
+        return f"{kind} = {summand}[{rows}] of {list(self.shape)}{more}"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where a value comes from: the equation that made it, and the origins of its operands."""
+
+    operator: str
+    source: str
+    kind: str
+    operands: tuple[Origin, ...] = ()
+
+    def lines(self, depth: int, indent: str = "") -> list[str]:
+        """The operators that led to a value, the latest first, `depth` of them deep."""
+        found = [f"{indent}{self.kind} = {self.operator}  {self.source}"]
+        if depth > 1:
+            for origin in dict.fromkeys(self.operands):
+                found += origin.lines(depth - 1, indent + "  ")
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayStep:
+    """One equation, as one `device` runs it.
+
+    `runs` are the iteration numbers of the loops around it. `sent` and `received` have what a
+    collective exchanges with which other device.
+    """
+
+    number: int
+    operator: str
+    source: str
+    reason: str
+    device: int
+    runs: tuple[int, ...]
+    operands: Sequence[DeviceTile]
+    results: Sequence[DeviceTile]
+    sent: dict[int, np.ndarray]
+    received: dict[int, np.ndarray]
+    origin: Origin
+    found: str = ""  # what `until` found
+
+    def history(self, depth: int = 6) -> str:
+        """The operators that led to this step, the latest first, with their lines."""
+        return "\n".join(self.origin.lines(depth))
+
+    def __str__(self) -> str:
+        where = "".join(f" run {n}" for n in self.runs)
+        lines = [f"{self.number}{where} on device {self.device}: {self.operator}  {self.source}"]
+        lines += [f"  {self.found}"] if self.found else []
+        lines += [f"  because: {self.reason}"] if self.reason else []
+        for title, pieces in (("operand", self.operands), ("result", self.results)):
+            lines += [f"  {title} {p}" + (f": {p.range}" if p.range else "") for p in pieces]
+        for way, arrays in (("sends to", self.sent), ("receives from", self.received)):
+            if arrays:
+                devices = f"device{'s' * (len(arrays) > 1)} {', '.join(map(str, arrays))}"
+                lines.append(f"  {way} {devices}: {size(sum(a.nbytes for a in arrays.values()))}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
 
 Until = str | Callable[[ReplayStep], bool] | None
 
@@ -51,22 +159,15 @@ class Replay(Iterator[ReplayStep]):
                 f"until is {until!r}; allowed are a source line ('model.py:12'), 'nan', and a "
                 "function of a step"
             )
-        self.device = device
-        self.until = until
+        self.device, self.until = device, until
         self.last: ReplayStep | None = None
         self.results: Any = None
         self.ended = False  # at the end of the program, or where `until` said
-        self._emitted = emitted
-        self._tree = tree
-        self._machine = machine
-        self._number = 0
+        self._emitted, self._tree, self._machine, self._number = emitted, tree, machine, 0
         self._origins: dict[Any, Origin] = {}
         self._finite = Finite(machine.count, self._held_or_own)
         values = [floats(logical(x)) for x in (*emitted.consts, *arguments)]
         self._running = machine.run(emitted.body, emitted.entering(values))
-
-    def __iter__(self) -> Replay:
-        return self
 
     def __next__(self) -> ReplayStep:
         while not self.ended:
@@ -90,12 +191,8 @@ class Replay(Iterator[ReplayStep]):
 
     def __repr__(self) -> str:
         what = f"{self._emitted.name}, device {self.device} of {self._machine.count}"
-        if self.results is not None:
-            state = "at its end"
-        elif self.last is None:
-            state = "not started"
-        else:
-            state = f"at {self.last.operator} {self.last.source}"
+        state = f"at {self.last.operator} {self.last.source}" if self.last else "not started"
+        state = state if self.results is None else "at its end"
         return f"<gshard.Replay of {what}: {state} after {counted(self._number, 'step')}>"
 
     # ------------------------------------------------------------ one event
@@ -111,7 +208,8 @@ class Replay(Iterator[ReplayStep]):
         if not event.active[device]:
             return None  # this device took another branch
         step = self._of(event, device, origin, found)
-        self.ended = bool(odd) or self._asks_for(step)
+        line = isinstance(self.until, str) and self.until != "nan" and _at(step.source, self.until)
+        self.ended = bool(odd or line or (callable(self.until) and self.until(step)))
         return step
 
     def _remember(self, event: Event) -> Origin:
@@ -136,33 +234,22 @@ class Replay(Iterator[ReplayStep]):
         received: dict[int, np.ndarray] = {}
         if eqn is not None and eqn.primitive in RUN_TOGETHER:
             sent, received = exchanged(eqn, plain(event.operands[0]), device, self._machine.sizes)
-        return ReplayStep(
-            self._number,
-            origin.operator,
-            origin.source,
-            "" if why == NO_REASON else str(why),
-            device,
-            runs_of(event.path),
-            self._pieces(eqn.invars if eqn else (), event.operands, device),
-            self._pieces(event.variables, event.values, device),
-            sent,
-            received,
-            origin,
-            found,
-        )
+        operands = self._pieces(eqn.invars if eqn else (), event.operands, device)
+        results = self._pieces(event.variables, event.values, device)
+        of = (self._number, origin.operator, origin.source, "" if why == NO_REASON else str(why))
+        pieces = (operands, results, sent, received)
+        return ReplayStep(*of, device, runs_of(event.path), *pieces, origin, found)
 
     def _pieces(
         self, atoms: Sequence[Any], values: Sequence[Value], device: int
     ) -> list[DeviceTile]:
-        pairs = zip(atoms, values, strict=True)
-        return [self._piece(a, x[device if len(x) > 1 else 0], device) for a, x in pairs]
-
-    def _piece(self, atom: Any, array: np.ndarray, device: int) -> DeviceTile:
-        held = self._held(atom)
-        if held is None:
-            return DeviceTile(array)
-        place = Tiling(held.sharding, held.shape).place(device)
-        return DeviceTile(array, held.shape, place, bool(held.sharding.unreduced))
+        arrays = [x[device if len(x) > 1 else 0] for x in values]
+        found = []
+        for held, array in zip(map(self._held, atoms), arrays, strict=True):
+            place = held and Tiling(held.sharding, held.shape).place(device)
+            of = (held.shape, place, bool(held.sharding.unreduced)) if held else ()
+            found.append(DeviceTile(array, *of))
+        return found
 
     def _held(self, atom: Any) -> Held | None:
         """What a variable holds of the user's values; values of manual regions have no place."""
@@ -172,13 +259,6 @@ class Replay(Iterator[ReplayStep]):
     def _held_or_own(self, atom: Any) -> Held | None:
         """The same, but all of a value of a manual region counts as the user's."""
         return self._held(atom) or next(iter(self._emitted.held.get(atom, ())), None)
-
-    # ------------------------------------------------------------ until
-
-    def _asks_for(self, step: ReplayStep) -> bool:
-        if callable(self.until):
-            return bool(self.until(step))
-        return self.until is not None and self.until != "nan" and _at(step.source, self.until)
 
 
 def _at(source: str, wanted: str) -> bool:

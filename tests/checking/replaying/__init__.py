@@ -1,1 +1,0 @@
-"""Replays: the partitioned program in Python."""
