@@ -331,7 +331,7 @@ def _cumsum(eqn: JaxprEqn, a: Exact) -> Value:
 
 
 def _dot_general(eqn: JaxprEqn, a: Value, b: Value) -> Value:
-    """Of values with a dim of devices, as one batch of matrix products."""
+    """Values with a dim of devices: one batch of matrix products."""
     is_complex = any(x.dtype.kind == "c" for x in (a, b))
     wide = np.dtype(np.complex128 if is_complex else np.float64)
     a, b = alike([converted(x, wide) for x in (a, b)])
