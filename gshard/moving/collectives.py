@@ -224,36 +224,38 @@ def collective_permute(
 def _permuted_in_block(
     place: Place, x: jax.Array, pairs: Sequence[tuple[int, int]], reason: Reason
 ) -> jax.Array:
-    """The same by an AllToAll between the devices that pairs connect.
+    """The same by AllToAlls between two devices each, in two rounds, or three for an odd ring.
 
     XLA's permute waits for the devices of all blocks, but blocks may run another number of times:
     stages do in a tick. A group of an AllToAll waits for its own members alone.
     """
-    groups = _connected(tuple(pairs), place.num_devices)
-    rank = _rank_in_group(place, groups)
-    to, source = np.full((2, place.num_devices), -1)
-    for sender, receiver in pairs:
-        to[sender], source[receiver] = rank[receiver], rank[sender]
-    rows = lax.broadcasted_iota(np.int32, (len(groups[0]), *x.shape), 0)
-    sent = jnp.where(rows == place.lookup(to), x, jnp.zeros_like(x))
-    received, number = all_to_all(place, sent, groups, reason), place.lookup(source)
-    found = lax.dynamic_index_in_dim(received, jnp.maximum(number, 0), 0, keepdims=False)
-    return jnp.where(number >= 0, found, jnp.zeros_like(found))
+    is_own = np.isin(np.arange(place.num_devices), [a for a, b in pairs if a == b])
+    found = place.where(is_own, x) if is_own.any() else jnp.zeros_like(x)
+    for part in _matched(tuple(pairs)):
+        groups = tuple(dict.fromkeys((min(pair), max(pair)) for pair in part))
+        rank = _rank_in_group(place, groups)
+        to, source = np.full((2, place.num_devices), -1)
+        for sender, receiver in part:
+            to[sender], source[receiver] = rank[receiver], rank[sender]
+        rows = lax.broadcasted_iota(np.int32, (2, *x.shape), 0)
+        sent = jnp.where(rows == place.lookup(to), x, jnp.zeros_like(x))
+        received, number = all_to_all(place, sent, groups, reason), place.lookup(source)
+        piece = lax.dynamic_index_in_dim(received, jnp.maximum(number, 0), 0, keepdims=False)
+        found = jnp.where(number >= 0, piece, found)
+    return found
 
 
 @cached
-def _connected(pairs: Groups, num_devices: int) -> Groups:
-    """The devices that pairs connect, if these groups have one size; else all devices."""
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import connected_components
-
-    matrix = csr_array((np.ones(len(pairs)), tuple(zip(*pairs, strict=True))), (num_devices,) * 2)
-    labels = connected_components(matrix, directed=False)[1]
-    members = {d for pair in pairs for d in pair}
-    found = [tuple(np.flatnonzero(labels == n).tolist()) for n in np.unique(labels)]
-    found = [group for group in found if members.intersection(group)]
-    same = len(set(map(len, found))) == 1
-    return tuple(found) if same else (tuple(range(num_devices)),)
+def _matched(pairs: Groups) -> tuple[Groups, ...]:
+    """Pairs in rounds, in each of which a device has one partner at most."""
+    rounds: list[list[tuple[int, ...]]] = []
+    for pair in sorted(pair for pair in pairs if pair[0] != pair[1]):
+        busy = ({d for each in now for d in each if each != pair[::-1]} for now in rounds)
+        free = (n for n, devices in enumerate(busy) if not devices.intersection(pair))
+        number = next(free, len(rounds))
+        rounds += [[]] * (number == len(rounds))
+        rounds[number] = [*rounds[number], pair]
+    return tuple(map(tuple, rounds))
 
 
 def _covers_evenly(place: Place, groups: Members) -> bool:

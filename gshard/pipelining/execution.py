@@ -8,16 +8,12 @@ for itself has a sharding within the block, the same one in all, and collectives
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from gshard.capture.simplify import PASSES
@@ -25,11 +21,10 @@ from gshard.graph.history import History
 from gshard.graph.reason import Reason
 from gshard.graph.regions import map_bodies
 from gshard.graph.source import source_of
-from gshard.graph.ticks import Ticks
-from gshard.moving import collectives
-from gshard.pipelining.meaning import Arrays, Machine, Pass, Pipe, State, pipeline_p, put
+from gshard.pipelining.machine import Machine, Pass
+from gshard.pipelining.meaning import pipeline_p
 from gshard.pipelining.passes import is_float, lifted
-from gshard.pipelining.schedules import LOCAL, B, Pairs, Row, route
+from gshard.pipelining.schedules import route
 from gshard.planning.planner import Planner
 from gshard.propagation.propagate import Propagated
 from gshard.propagation.stage import Known, shard
@@ -162,7 +157,7 @@ class Stages:
                 own.reshard(kind.holding(a), found.shardings[v], _OPERAND)
                 for a, kind, v in zip(arrays, operands, flat.jaxpr.invars, strict=True)
             ]
-            made[:] = own.run_body(rest, [*ready, *fixed], sums or {})
+            made[:] = own.run_body(rest, [*fixed, *ready], sums or {})
             for number, kind in enumerate(wanted):
                 if kind is not None:
                     reason = Reason("result", "pipeline")
@@ -170,121 +165,7 @@ class Stages:
             return [t.array for t in made]
 
         jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(k.array.shape, k.array.dtype) for k in operands))
-        kinds = [t.without_elements() for t in made]
-        return Pass(run, [kind.array for kind in kinds], kinds)
-
-
-class Execution:
-    """A pipeline on the devices of a program: `routes` are what every stage does in every tick."""
-
-    def __init__(self, stages: Stages, pipe: Pipe, machine: Callable[..., Machine]):
-        self.stages, self.pipe, self.machine = stages, pipe, machine(self.once, self.layers)
-        self.routes = route(pipe.schedule, pipe.layers, pipe.seconds)
-
-    def run(self) -> Arrays:
-        """What this device has of the results.
-
-        Slots are flat: XLA would give a buffer the layout that a product wants of what is in it,
-        and copy all of it in every tick from the one into the other.
-        """
-        (messages, residuals, pending), count = self.routes.slots, self.pipe.schedule.microbatches
-        machine, tree = self.machine, jax.tree.structure(self.routes.rows)
-
-        def tick(state: State, columns: Any) -> tuple[State, None]:
-            """One operation, then what it hands on, to neighbours or to itself."""
-            row = jax.tree.unflatten(tree, list(columns))
-            state = machine.forward(row, state)
-            state = state if machine.passes[1] is None else machine.backward(row, state)
-            inbox = state.inbox
-            for channel, slot in enumerate(row.receive):
-                inbox = put(inbox, self.handed_on(state.message, channel, row.sends[channel]), slot)
-            return state._replace(inbox=inbox), None
-
-        start = machine.start((messages + 1, residuals, pending), count, flat=True)
-        end, _ = lax.scan(tick, start, self.rows())
-        return machine.results(end, count)
-
-    def once(
-        self, ops: Sequence[int], row: Row, run: Callable[..., Any], carried: tuple[Arrays, ...],
-        among: Sequence[int] = (),
-    ) -> tuple[Arrays, ...]:  # fmt: skip
-        """`run` in a tick that does one of `ops`; `among` are those of the `once` around it.
-
-        A loop of no or one run updates what it carries in place: a conditional would copy what its
-        branches return, in ticks of other operations as well.
-        """
-        on = functools.reduce(jnp.logical_or, (row.op == n for n in ops))
-        with self._ticks(self._does(ops), self._does(among)).scope():
-            return lax.fori_loop(0, on.astype(np.int32), lambda _, held: tuple(run(*held)), carried)
-
-    def layers(
-        self, ops: Sequence[int], row: Row, run: Callable[..., Any], carried: tuple[Arrays, ...]
-    ) -> tuple[Arrays, ...]:
-        """`run` for the layers of a tick: as many as in every such tick, and those of some.
-
-        A GPU waits for the host before every run of a loop whose length is data.
-        """
-        does, counts = self._does(ops), self.routes.rows.layers
-        least, most = int(counts[does].min()), int(counts[does].max())
-
-        def one(number: Any, carried: Any) -> tuple[Arrays, ...]:
-            last = row.layers - 1
-            return tuple(run(row.base + (last - number if B in ops else number), *carried))
-
-        carried = lax.fori_loop(0, least, one, carried)
-        if least == most:
-            return carried
-        with self._ticks(does * (counts - least), does).scope():
-            return lax.fori_loop(least, row.layers, one, carried)
-
-    def _does(self, ops: Sequence[int]) -> np.ndarray:
-        """The ticks and stages that do one of `ops`; all without any."""
-        op = self.routes.rows.op
-        return np.isin(op, ops) if ops else np.ones_like(op, bool)
-
-    def _ticks(self, runs: np.ndarray, among: np.ndarray) -> Ticks:
-        """How often a loop runs of the runs of the one around it.
-
-        On the stage with the most, and on that which the others wait for.
-        """
-        busiest, slowest = runs.sum(0).argmax(), self.routes.spent.argmax(1)[:, None]
-        (own, waited), (around, beside) = (
-            (int(each[:, busiest].sum()), int(np.take_along_axis(each, slowest, 1).sum()))
-            for each in (runs, among)
-        )
-        own, waited, total = own * beside, waited * around, around * beside
-        if around == beside:
-            own, waited, total = own // around, waited // around, around
-        return Ticks((max(total - own, 0), own), {1: max(total - waited, 0), 2: waited}, total)
-
-    def handed_on(self, sent: Arrays, channel: int, number: Any) -> Arrays:
-        """What arrives on a channel from the stages that have something to send."""
-        name, sets = list(self.routes.send.items())[channel]
-        if name == LOCAL:
-            return sent
-        sends = self.routes.rows.sends[channel][:, 0].tolist()
-        busiest = Counter(a for n in sends for a, _ in sets[n]).most_common(1)[0][0]
-        counts = np.bincount(sends, minlength=len(sets)).tolist()
-        own = [n * (busiest in dict(pairs)) for n, pairs in zip(counts, sets, strict=True)]
-        size, place = self.stages.per_stage, self.stages.ctx.place
-        reason = Reason("step", "pipeline", f"microbatches handed {name}")
-
-        def permute(pairs: Pairs, arrays: Arrays) -> Arrays:
-            devices = [(a * size + d, b * size + d) for a, b in pairs for d in range(size)]
-            if not devices:
-                return arrays
-            return [collectives.collective_permute(place, x, devices, reason) for x in arrays]
-
-        with Ticks(tuple(own), {1 << n: count for n, count in enumerate(counts)}).scope():
-            return lax.switch(number, [functools.partial(permute, pairs) for pairs in sets], sent)
-
-    def rows(self) -> jax.Array:
-        """The table of this device's stage, a row for each tick."""
-        table = (
-            np.stack(jax.tree.leaves(self.routes.rows), -1).astype(np.int32).swapaxes(0, 1)
-        )  # stages, ticks, columns
-        mine = self.stages.ctx.place.lookup(np.arange(self.stages.devices) // self.stages.per_stage)
-        return lax.dynamic_index_in_dim(jnp.asarray(table), mine, 0, keepdims=False)
+        return Pass(run, [t.without_elements() for t in made])
 
 
 @region(pipeline_p, doc=Doc(halo="from stage to stage: CollectivePermute"))
@@ -315,10 +196,8 @@ def _partition(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], _: list[Sharding]
         [stages.placed(t, kind, *lead) for t, kind in zip(part, kinds, strict=True)]
         for part, kinds, lead in zip(parts, kinds, leading, strict=True)
     ]
-    chunks = (pipe.schedule.chunks, max(pipe.layers))
-    arrays[2] = [w.reshape(*chunks, *w.shape[1:]) for w in arrays[2]]
-    machine = functools.partial(Machine, (ahead, behind, late, head), arrays)
-    found = iter(Execution(stages, pipe, machine).run())
+    routes = route(pipe.schedule, pipe.layers, pipe.seconds)
+    found = iter(Machine(pipe, routes, (ahead, behind, late, head), arrays, ctx.place).run())
     scores = head.kinds[: len(head.kinds) - len(gradients)] if head else ()
     sums_of, leaving = late.kinds if late else (), gradients if head else inputs
     rows = pipe.schedule.microbatches

@@ -53,7 +53,7 @@ def differentiated(block: ClosedJaxpr, fixed: int) -> Passes:
     whole = with_gradients(block, operands)
     early = _apart(whole.jaxpr.eqns, whole.jaxpr.invars[operands:])
     forward, rest = _cut(whole, fixed, operands, len(block.out_avals), early)
-    rest = _inlined(rest)
+    rest = inlined(rest)
     jaxpr, gradients = rest.jaxpr, rest.jaxpr.outvars
     needed = set(map(id, needed_for(gradients[waiting:], jaxpr.eqns)))
     late = (e for e in jaxpr.eqns if id(e) not in needed and (e.primitive in PRODUCTS or bodies(e)))
@@ -63,47 +63,45 @@ def differentiated(block: ClosedJaxpr, fixed: int) -> Passes:
     return Passes(forward, *parts)
 
 
+def lifted(program: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """What a program computes of no operand, such as a mask, and the rest, which takes it first.
+
+    No broadcasts, whose results are larger than what they read, and nothing larger than operands.
+    """
+    sizes = [byte_size(a.shape, a.dtype) for a in program.in_avals]
+
+    def is_small(var: Any) -> bool:
+        return var.aval.shape and byte_size(var.aval.shape, var.aval.dtype) <= max(sizes)
+
+    first = [
+        eqn
+        for eqn in _apart(program.jaxpr.eqns, program.jaxpr.invars)
+        if eqn.primitive not in (p.broadcast_in_dim_p, p.iota_p) and all(map(is_small, eqn.outvars))
+    ]
+    return _cut(program, 0, 0, 0, first, varies=False)
+
+
 def _cut(
-    whole: ClosedJaxpr, fixed: int, end: int, goals: int, first: Iterable[JaxprEqn]
-) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    whole: ClosedJaxpr, fixed: int, end: int, goals: int, first: Iterable[JaxprEqn],
+    varies: bool = True,
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:  # fmt: skip
     """Two programs: the first `goals` results, by the equations `first`, and the other results.
 
     The first has the operands before `end`. It also returns what the second needs of what varies;
     what depends on `fixed` operands alone is computed in both.
     """
     jaxpr = whole.jaxpr
-    made = {*jaxpr.invars[:end], *(v for eqn in first for v in eqn.outvars)}
-    varying = _reached(jaxpr.eqns, jaxpr.invars[fixed:])
-    ready, wanted = made & varying, jaxpr.outvars[goals:]
-    eqns = [eqn for eqn in jaxpr.eqns if not all(v in ready for v in eqn.outvars)]
+    ready = {*jaxpr.invars[:end], *(v for eqn in first for v in eqn.outvars)}
+    if varies:
+        ready &= _reached(jaxpr.eqns, jaxpr.invars[fixed:])
+    wanted = jaxpr.outvars[goals:]
+    eqns = [eqn for eqn in jaxpr.eqns if not ready.issuperset(eqn.outvars)]
     eqns = needed_for(wanted, eqns)
     read = [*inputs_of(eqns), *(v for v in wanted if not isinstance(v, Literal))]
     kept = [v for v in dict.fromkeys(read) if v in ready]
     before = _program(whole, jaxpr.invars[:end], [*jaxpr.outvars[:goals], *kept], jaxpr.eqns)
     given = [*jaxpr.invars[:fixed], *kept, *jaxpr.invars[end:]]
     return before, _program(whole, given, wanted, eqns)
-
-
-def lifted(program: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """What a program computes of no operand, such as a mask, and the rest, with that as operands.
-
-    No broadcasts, whose results are larger than what they read, and nothing larger than operands.
-    """
-    jaxpr, most = program.jaxpr, max(map(_size, program.in_avals), default=0)
-    fixed = [
-        eqn
-        for eqn in _apart(jaxpr.eqns, jaxpr.invars)
-        if eqn.primitive not in (p.broadcast_in_dim_p, p.iota_p) and not eqn.effects
-        if all(v.aval.shape and _size(v.aval) <= most for v in eqn.outvars)
-    ]
-    rest = [eqn for eqn in jaxpr.eqns if eqn not in fixed]
-    made = {v for eqn in fixed for v in eqn.outvars}
-    read = dict.fromkeys(
-        v for v in (*inputs_of(rest), *jaxpr.outvars) if not isinstance(v, Literal)
-    )
-    kept = [v for v in read if v in made]
-    first = _program(program, [], kept, jaxpr.eqns)
-    return first, _program(program, [*jaxpr.invars, *kept], jaxpr.outvars, rest)
 
 
 def with_gradients(program: ClosedJaxpr, operands: int) -> ClosedJaxpr:
@@ -128,15 +126,11 @@ def with_gradients(program: ClosedJaxpr, operands: int) -> ClosedJaxpr:
     return jax.make_jaxpr(both)(*structs, *floats(_structs(program.out_avals)))
 
 
-def _size(aval: Any) -> int:
-    return byte_size(aval.shape, aval.dtype)
-
-
 def _structs(avals: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
 
-def _inlined(program: ClosedJaxpr) -> ClosedJaxpr:
+def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
     """A program in which no calls are left."""
 
     def interpret(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from gshard.pipelining.passes import _inlined, differentiated, lifted
+from gshard.pipelining.passes import differentiated, inlined, lifted
 
 
 def layer(gain, up, down, x):
@@ -41,11 +41,11 @@ def test_what_needs_no_operand_is_lifted_but_for_broadcasts():
         return scores + jnp.sin(jnp.arange(5.0)), jnp.arange(3) * 2
 
     q, k = (jnp.float32(np.random.default_rng(n).normal(size=(4, 5, 8))) for n in (0, 1))
-    whole = _inlined(jax.make_jaxpr(attend)(q, k))
+    whole = inlined(jax.make_jaxpr(attend)(q, k))
     first, rest = lifted(whole)
     kept = sorted(aval.str_short(short_dtypes=True) for aval in first.out_avals)
     assert kept == ["bool[5,5]", "f32[5]", "i32[3]"]
     assert not {"iota", "ge", "sin"} & {eqn.primitive.name for eqn in rest.jaxpr.eqns}
-    found = jaxpr_as_fun(rest)(q, k, *jaxpr_as_fun(first)())
+    found = jaxpr_as_fun(rest)(*jaxpr_as_fun(first)(), q, k)
     for one, other in zip(found, attend(q, k), strict=True):
         np.testing.assert_array_equal(one, other)
