@@ -1,7 +1,8 @@
 """Whether `gshard.prove` refutes a mutant, from shapes alone, and names the line that is wrong.
 
-The programs of `of_rows`, `of_sums` and `drawn` are proved once without a mutation, which records
-the blocks of the partitioner that each executes; a mutant meets those that execute its block.
+The programs of `of_rows`, `of_sums`, `of_rare` and `drawn` are proved once without a mutation,
+which records the blocks of the partitioner that each executes; a mutant meets those that execute
+its block.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def run(
 
 
 def _corpus() -> dict[str, Any]:
-    from tools.mutants import of_rows, of_sums  # noqa: F401  programs of their own
+    from tools.mutants import of_rare, of_rows, of_sums  # noqa: F401  programs of their own
     from tools.mutants.drawn import drawn
     from tools.mutants.programs import PROGRAMS
 

@@ -1,0 +1,151 @@
+"""Programs for one mistake each: what few programs do, two alike operators, groups that leave out
+devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard import replicate, shard, split
+from tools.mutants.programs import array, given
+
+_SIX = np.arange(6)  # of eight devices: the others have nothing
+
+
+@given(array(16, 6), array(16, 6))
+def _alike(a: Any, b: Any) -> Any:
+    """Equal operators on equal operands, whose results are sharded differently."""
+    a, b = replicate(a * 2), replicate(b * 2)
+    y = replicate(jnp.tanh(a))
+    z = split(jnp.tanh(b), 0, 8)  # here
+    return y.sum() + 1, z + 1
+
+
+@given(array(16, 6), array(16, 6, dtype="int32"))
+def _same_bytes(x: Any, n: Any) -> Any:
+    """Zeros of two types."""
+    x, n = split(x * 2, 0, 8), split(n * 2, 0, 8)
+    return jnp.maximum(x, 0.0), jnp.maximum(n, 0)  # here
+
+
+@given(array(16, 5))
+def _pairs_of_odd_columns(x: Any) -> Any:
+    x = split((x * 2).astype(jnp.bfloat16), 0, 8)
+    y = x[np.array([3, 9, 14, 0])]  # here
+    return y + 1
+
+
+@given(array(16, 4, 5), array(2, 3, 4))
+def _batch_groups(x: Any, w: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    y = lax.conv_general_dilated(x, jnp.tile(w, (4, 1, 1)).transpose(0, 2, 1)[:, :, :3],
+                                 (1,), "SAME", batch_group_count=8)  # fmt: skip  # here
+    return y + 1
+
+
+@given(array(16, 3), np.array([2, 13, 7, 0, 11], np.int32))
+def _windows_looked_up(x: Any, i: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    y = jax.vmap(lambda n: lax.dynamic_slice(x, (n, 0), (3, 3)))(i)  # here
+    return y + 1
+
+
+@given(array(16, 3), np.array([2, 11, 7, 0, 5], np.int32))
+def _parts_of_windows(x: Any, i: Any) -> Any:
+    x = split(x * 2, 0, 2)
+    y = jax.vmap(lambda n: lax.dynamic_slice(x, (n, 0), (4, 3)))(i)  # here
+    return shard(y, np.arange(2).reshape(1, 2, 1)) + 1
+
+
+@given(array(6, 4, 6, 4))
+def _mixed_twice(x: Any) -> Any:
+    x = shard(x * 2, np.arange(4).reshape(2, 1, 2, 1))
+    y = shard(x.reshape(4, 6, 4, 6), np.arange(4).reshape(2, 1, 2, 1))  # here
+    return y + 1
+
+
+@given(array(6, 3), array(10, 3))
+def _padded_by_numbers(x: Any, y: Any) -> Any:
+    x, y = split(x * 2, 0, 2), split(y * 2, 0, 2)
+    z = lax.pad(x, 7.0, [(0, 10, 0), (0, 0, 0)]) + lax.pad(y, 7.0, [(6, 0, 0), (0, 0, 0)])  # here
+    return z + 1
+
+
+@given(array(16, 3), array(6, 3))
+def _updated_twice(x: Any, u: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    y = x.at[2:8].add(u).at[5:11].add(u * 2)  # here
+    z = x.at[2:8].mul(u).at[5:11].mul(u * 2)  # here
+    return y + 1, z + 1
+
+
+@given(array(6, 6), np.array([3, 0, 5, 1, 2, 2], np.int32))
+def _one_of_each_row(x: Any, i: Any) -> Any:
+    x = split(x * 2, 0, 2)
+    y = x.at[jnp.arange(6) + 2, i].get(mode="clip")  # here
+    return y + 1
+
+
+@given(array(16, 3))
+def _beyond(x: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    y = x.at[jnp.arange(5) + 13].get(mode="clip")  # here
+    z = x.at[jnp.arange(5) + 13].get(mode="fill", fill_value=3.0)  # here
+    return y + 1, z + 1
+
+
+@given(array(32, 3))
+def _slices_of_slices(x: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    y = jnp.concatenate([x[::2], x[1::2]])[5:27:3]  # here
+    return split(y, 0, 8) + 1
+
+
+@given(array(4, 8, 6))
+def _turned_back(x: Any) -> Any:
+    x = split(x * 2, 1, 8)
+    t = replicate(jnp.transpose(x, (1, 2, 0)))
+    y = replicate(x)  # here
+    return t.sum(0) + 1, y + 1
+
+
+@given(array(4, 16, 6))
+def _rows_again(x: Any) -> Any:
+    x = split(x * 2, 1, 8)
+    a = x[:, 1:] - x[:, :-1]
+    t = jnp.transpose(jnp.tanh(x), (1, 2, 0))
+    y = t[1:] - t[:-1]  # here
+    z = jnp.concatenate([x, jnp.tanh(x)], 1)
+    return a + 1, y + 1, z[:, 1:] - z[:, :-1]  # here
+
+
+@given(array(2, 6, 3))
+def _flattened(x: Any) -> Any:
+    x = shard(x * 2, np.arange(8).reshape(2, 4, 1))
+    y = x.reshape(12, 3)  # here
+    return y + 1
+
+
+@given(array(16, 5), array(16, 8), array(16, 7), array(16, 8))
+def _scattered_together(a: Any, g: Any, b: Any, h: Any) -> Any:
+    a, g, b, h = (split(x * 2, 0, 8) for x in (a, g, b, h))
+    return split(a.T @ g, 1, 8), split(b.T @ h, 1, 8)  # here
+
+
+@given(array(12, 600))
+def _sorted_among_six(x: Any) -> Any:
+    x = shard(x * 2, _SIX.reshape(3, 2))
+    y = jnp.sort(x, 0)  # here
+    z = lax.cumsum(x, 0)  # here
+    return y + 1, z + 1
+
+
+@given(array(16, 4, 4).astype("uint8"))
+def _floats_of_bytes(x: Any) -> Any:
+    x = split(x * 2, 2, 4)
+    y = lax.bitcast_convert_type(x, jnp.float32)  # here
+    return y
