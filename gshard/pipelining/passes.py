@@ -18,7 +18,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import drop_unused
 from gshard.graph.evaluate import bind, evaluate, rebuilt
-from gshard.graph.graph import inputs_of, needed_for
+from gshard.graph.graph import inputs_of, live, needed_for
 from gshard.graph.kinds import PRODUCTS
 from gshard.graph.regions import bodies, called
 from gshard.graph.source import on_behalf_of
@@ -78,27 +78,27 @@ def lifted(program: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
         for eqn in _apart(program.jaxpr.eqns, program.jaxpr.invars)
         if eqn.primitive not in (p.broadcast_in_dim_p, p.iota_p) and all(map(is_small, eqn.outvars))
     ]
-    return _cut(program, 0, 0, 0, first, varies=False)
+    jaxpr = program.jaxpr
+    rest = live([eqn for eqn in jaxpr.eqns if eqn not in first], jaxpr.outvars)
+    kept = _read(rest, jaxpr.outvars, {v for eqn in first for v in eqn.outvars})
+    before = _part(program, [], kept, needed_for(kept, jaxpr.eqns))
+    return before, _part(program, [*kept, *jaxpr.invars], jaxpr.outvars, rest)
 
 
 def _cut(
-    whole: ClosedJaxpr, fixed: int, end: int, goals: int, first: Iterable[JaxprEqn],
-    varies: bool = True,
-) -> tuple[ClosedJaxpr, ClosedJaxpr]:  # fmt: skip
+    whole: ClosedJaxpr, fixed: int, end: int, goals: int, first: Iterable[JaxprEqn]
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """Two programs: the first `goals` results, by the equations `first`, and the other results.
 
     The first has the operands before `end`. It also returns what the second needs of what varies;
     what depends on `fixed` operands alone is computed in both.
     """
     jaxpr = whole.jaxpr
-    ready = {*jaxpr.invars[:end], *(v for eqn in first for v in eqn.outvars)}
-    if varies:
-        ready &= _reached(jaxpr.eqns, jaxpr.invars[fixed:])
-    wanted = jaxpr.outvars[goals:]
+    made = {*jaxpr.invars[:end], *(v for eqn in first for v in eqn.outvars)}
+    ready, wanted = made & _reached(jaxpr.eqns, jaxpr.invars[fixed:]), jaxpr.outvars[goals:]
     eqns = [eqn for eqn in jaxpr.eqns if not ready.issuperset(eqn.outvars)]
     eqns = needed_for(wanted, eqns)
-    read = [*inputs_of(eqns), *(v for v in wanted if not isinstance(v, Literal))]
-    kept = [v for v in dict.fromkeys(read) if v in ready]
+    kept = _read(eqns, wanted, ready)
     before = _program(whole, jaxpr.invars[:end], [*jaxpr.outvars[:goals], *kept], jaxpr.eqns)
     given = [*jaxpr.invars[:fixed], *kept, *jaxpr.invars[end:]]
     return before, _program(whole, given, wanted, eqns)
@@ -141,13 +141,25 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
     return cast("ClosedJaxpr", rebuilt(program, interpret))
 
 
-def _program(
+def _read(eqns: Sequence[JaxprEqn], wanted: Sequence[Any], ready: set[Any]) -> list[Any]:
+    """What equations, and results, take of some variables."""
+    read = [*inputs_of(eqns), *(v for v in wanted if not isinstance(v, Literal))]
+    return [v for v in dict.fromkeys(read) if v in ready]
+
+
+def _part(
     like: ClosedJaxpr, operands: Sequence[Any], results: Sequence[Any], eqns: Sequence[JaxprEqn]
 ) -> ClosedJaxpr:
-    """A program of some of the equations of another."""
+    """A program of some of the equations of another, which stay the same ones."""
     unnamed = like.jaxpr.debug_info.with_unknown_names()
     parts = {"invars": list(operands), "outvars": list(results), "eqns": list(eqns)}
-    return like.replace(jaxpr=drop_unused(like.jaxpr.replace(**parts, debug_info=unnamed)))
+    return like.replace(jaxpr=like.jaxpr.replace(**parts, debug_info=unnamed))
+
+
+def _program(*parts: Any) -> ClosedJaxpr:
+    """The same, without what no result needs."""
+    found = _part(*parts)
+    return found.replace(jaxpr=drop_unused(found.jaxpr))
 
 
 def _reached(eqns: Sequence[JaxprEqn], start: Iterable[Any]) -> set[Any]:
