@@ -152,6 +152,19 @@ class Flow:
                     found[atom].append(edge)
         return found
 
+    def open_dims(self, var: Any, splits: Sequence[Split | None]) -> Sequence[int]:
+        """The dims that may still take a split: none if every device has a tile of its own."""
+        closed = self.closed.get(var, ())
+        if 2 * math.prod([s.tiles for s in splits if s]) > self.num_devices:
+            return ()
+        return tuple([d for d, s in enumerate(splits) if s is None and d not in closed])
+
+    @functools.cached_property
+    def open(self) -> dict[Any, Sequence[int]]:
+        """These dims of each variable at first."""
+        closed = {v: self.open_dims(v, self.given[v]) for v in self.closed}
+        return {v: range(len(splits)) for v, splits in self.given.items()} | closed
+
     @functools.cached_property
     def uses(self) -> dict[Jaxpr, Uses]:
         """How the values of the program and of each body are used."""
@@ -181,10 +194,10 @@ class Flow:
         A value that several operators need under one sharding, or transposed, is moved once, and
         partial sums that are added are reduced once. Equal operators are priced once.
         """
-        work, total, costs = 0.0, 0.0, self.costs
+        work, total, costs, priced = 0.0, 0.0, self.costs, self.priced
         moved: set[tuple[Any, Sharding]] = set()
         for edge in self.edges if edges is None else edges:
-            key = (self.priced[edge], *[shardings[v] for v in edge.named])
+            key = (priced[edge], *map(shardings.__getitem__, edge.named))
             cost = costs.get(key)
             if cost is None:
                 cost = costs[key] = self._cost(edge, shardings)

@@ -35,7 +35,6 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from gshard.graph.source import source_of
 from gshard.moving.costs import (
     GENERIC_COSTS,
     LATENCIES,
@@ -45,14 +44,11 @@ from gshard.moving.costs import (
     use_cost_model,
 )
 from gshard.propagation.flow import Flow
-from gshard.propagation.spread import DimGroups, Spread
+from gshard.propagation.spread import NO_GROUP, Candidate, DimGroups, Spread
 from gshard.rules.base.uses import Uses
 from gshard.tensors.sharding import Sharding, Split
 
-_NONE = -1  # the group of dims that no annotation mentions
 _MOST = 6  # how many contested splits are ranked; more would take too long
-
-Candidate = tuple[int, Split]  # a group of dims, and a split that annotations give some of them
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ class _SplitSearch:
     flow: Flow
 
     @functools.cached_property
-    def dims(self) -> _DimGroups:
+    def dims(self) -> DimGroups:
         """The dims that belong together."""
         return _grouped(self.flow)
 
@@ -151,13 +147,13 @@ class _SplitSearch:
 
     def settled(self, held: Held) -> Settled:
         """The final splits, and the conflicts that were decided."""
-        spread = Spread.of(self.flow, {}, held=held)
+        spread = Spread.of(self.flow, held=held)
         if not spread.blocked:
             return spread, ()
         return _cheapest(self.flow, self.dims.without(held), spread)
 
 
-def _cheapest(flow: Flow, dims: _DimGroups, spread: Spread) -> Settled:
+def _cheapest(flow: Flow, dims: DimGroups, spread: Spread) -> Settled:
     """If splits conflict: the best of the flow by rules 3 to 6 alone and of ranked ones.
 
     Each of the contested splits spreads first once; then they are ranked by what that costs.
@@ -170,7 +166,7 @@ def _cheapest(flow: Flow, dims: _DimGroups, spread: Spread) -> Settled:
 
     def try_out(ranking: list[Candidate]) -> float:
         nonlocal best, least, order
-        ranked = Spread.of(flow, dims.of, ranking, spread.held)
+        ranked = Spread.of(flow, dims, ranking, spread.held)
         total = flow.cost(ranked.shardings)
         if total.is_less_than(least) if not order else total.cost < least.cost:
             best, least, order = ranked, total, ranking
@@ -196,29 +192,7 @@ def _cheapest(flow: Flow, dims: _DimGroups, spread: Spread) -> Settled:
 # ---------------------------------------------------------------- dims that belong together
 
 
-@dataclass(frozen=True)
-class _DimGroups:
-    """The groups of all dims, and the splits that annotations give to dims of a group."""
-
-    of: DimGroups
-    candidates: dict[Candidate, tuple[Any, int]]  # and the first tensor that has such a split
-
-    def described(self, flow: Flow, candidate: Candidate) -> str:
-        """A candidate in terms of the first annotation that asks for it, or of a tensor."""
-        var, dim = self.candidates[candidate]
-        makers = [e.eqn for e in flow.touching[var] if e.eqn and var in e.atoms[1]]
-        makers = [flow.annotations[var]] if var in flow.annotations else makers
-        where = f" ({source_of(makers[0])})" if makers else ""
-        _, split = candidate
-        return f"dim {dim} by {split.tiles} of {var.aval.str_short(short_dtypes=True)}{where}"
-
-    def without(self, held: Held) -> _DimGroups:
-        """The same, with variables that take no split in no group."""
-        none = {var: (_NONE,) * len(self.of[var]) for var in held}
-        return replace(self, of={**self.of, **none})
-
-
-def _grouped(flow: Flow) -> _DimGroups:
+def _grouped(flow: Flow) -> DimGroups:
     """Dims connected by operators form classes; classes with the same annotations form a group.
 
     So the hidden dims of all layers are one group, though no operator connects them. Two dims of
@@ -264,10 +238,14 @@ def _grouped(flow: Flow) -> _DimGroups:
         for split, var, dim in anchors[node].values():
             candidates.setdefault((group, split), (var, dim))
     of = {
-        var: tuple([group_of.get(classes.root(first + d), _NONE) for d in range(len(splits))])
+        var: tuple([group_of.get(classes.root(first + d), NO_GROUP) for d in range(len(splits))])
         for (var, first), splits in zip(classes.first.items(), flow.given.values(), strict=True)
     }
-    return _DimGroups(of, candidates)
+    edges: dict[int, set[int]] = {}
+    for edge in flow.edges:
+        for group in {group for var in edge.variables for group in of[var]}:
+            edges.setdefault(group, set()).add(edge.place)
+    return DimGroups(of, candidates, edges)
 
 
 class _Classes:
@@ -312,7 +290,7 @@ class _Classes:
             yield b, a, (var, self.members[a][var])
 
 
-def _contested(spread: Spread, dims: _DimGroups) -> list[Candidate]:
+def _contested(spread: Spread, dims: DimGroups) -> list[Candidate]:
     """The splits that were refused on a tensor, and the splits that the tensor had."""
     groups: dict[int, None] = {}
     for var, dim in spread.blocked:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import heapq
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gshard.graph.source import source_of
 from gshard.propagation.flow import Edge, Flow
 from gshard.rules.base.rule import rowwise
 from gshard.tensors.factors import Factor, compose, decompose
@@ -21,7 +22,32 @@ _FORWARDS, _BACKWARDS = 1, 2  # passes; in all others, operators of level 0 pass
 
 Node = tuple[Any, int]  # a variable and one of its dims
 Stage = tuple[int | None, Split]  # of one group of dims, or of all
-DimGroups = Mapping[Any, Sequence[int]]  # for every variable, the groups that its dims belong to
+Candidate = tuple[int, Split]  # a group of dims, and a split that annotations give some of them
+NO_GROUP = -1  # that of dims that no annotation mentions
+
+
+@dataclass(frozen=True)
+class DimGroups:
+    """The groups of all dims, and the splits that annotations give to dims of a group."""
+
+    of: Mapping[Any, Sequence[int]] = field(default_factory=dict)
+    # And the first tensor that has such a split
+    candidates: Mapping[Candidate, tuple[Any, int]] = field(default_factory=dict)
+    edges: Mapping[int, Collection[int]] = field(default_factory=dict)  # places, by group
+
+    def described(self, flow: Flow, candidate: Candidate) -> str:
+        """A candidate in terms of the first annotation that asks for it, or of a tensor."""
+        var, dim = self.candidates[candidate]
+        makers = [e.eqn for e in flow.touching[var] if e.eqn and var in e.atoms[1]]
+        makers = [flow.annotations[var]] if var in flow.annotations else makers
+        where = f" ({source_of(makers[0])})" if makers else ""
+        _, split = candidate
+        return f"dim {dim} by {split.tiles} of {var.aval.str_short(short_dtypes=True)}{where}"
+
+    def without(self, held: Collection[Any]) -> DimGroups:
+        """The same, with variables that take no split in no group."""
+        none = {var: (NO_GROUP,) * len(self.of[var]) for var in held}
+        return replace(self, of={**self.of, **none})
 
 
 class Spread:
@@ -32,9 +58,7 @@ class Spread:
         self.groups = groups
         self.held = held
         self.splits = dict(flow.given)
-        self.open: dict[Any, Sequence[int]] = {v: range(len(s)) for v, s in self.splits.items()}
-        for var in (*flow.closed, *held):
-            self.open[var] = self.open_dims(var)
+        self.open: dict[Any, Sequence[int]] = {**flow.open, **dict.fromkeys(held, ())}
         self.split = {v for v in flow.closed if any(self.splits[v])}
         self.queues: list[list[int]] = [[], [], []]
         self.queued = [0] * len(flow.edges)  # for each edge, a bit for every queue that it is in
@@ -43,8 +67,8 @@ class Spread:
     @staticmethod
     def of(
         flow: Flow,
-        groups: DimGroups,
-        first: Sequence[tuple[int, Split]] = (),
+        groups: DimGroups = DimGroups(),
+        first: Sequence[Candidate] = (),
         held: Collection[Any] = (),
     ) -> Spread:
         """Spread the given splits: ragged ones, those of the groups `first` in order, then all.
@@ -57,15 +81,6 @@ class Spread:
             spread.settle(stage)
         spread.settle(None)
         return spread
-
-    def open_dims(self, var: Any) -> Sequence[int]:
-        """The dims that may still take a split: none if every device has a tile of its own."""
-        if var in self.held:
-            return ()
-        splits, closed = self.splits[var], self.flow.closed.get(var, ())
-        if 2 * math.prod([s.tiles for s in splits if s]) > self.flow.num_devices:
-            return ()
-        return tuple([d for d, s in enumerate(splits) if s is None and d not in closed])
 
     def settle(self, stage: Stage | None) -> None:
         """Propagate to a fixed point; in a stage, only one split of one group of dims."""
@@ -87,7 +102,11 @@ class Spread:
 
         Operators of level 0 pass splits both ways at once, and need not do so again backwards.
         """
+        group = self.stage[0] if self.stage else None
+        among = None if group is None else self.groups.edges[group]
         for edge in edges:
+            if among is not None and edge.place not in among:  # it has no dim of the stage's group
+                continue
             if not self.has_room(edge):  # and never again: room only shrinks
                 continue
             queued = self.queued[edge.place]
@@ -116,7 +135,7 @@ class Spread:
 
     def is_of(self, stage: Stage, var: Any, dim: int) -> bool:
         """Whether a stage is about a dim."""
-        return stage[0] is None or self.groups[var][dim] == stage[0]
+        return stage[0] is None or self.groups.of[var][dim] == stage[0]
 
     def take(self, var: Any, dim: int, split: Split) -> None:
         """Split a dim, as far as that is compatible with the other splits of the tensor."""
@@ -125,7 +144,7 @@ class Spread:
         if part:
             self.splits[var] = (*splits[:dim], part, *splits[dim + 1 :])
             self.split.add(var)
-            self.open[var] = self.open_dims(var)
+            self.open[var] = self.flow.open_dims(var, self.splits[var])
             self.revisit(self.flow.touching[var])
 
     def offers(

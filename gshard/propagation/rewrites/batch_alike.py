@@ -10,7 +10,7 @@ on different devices, the computation runs batched, and its results are unstacke
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,19 @@ def batch_alike(
     graph, num_devices = Graph.of(jaxpr), next(iter(shardings.values())).num_devices
     price, done = None, set[JaxprEqn]()
     for last in _seeds(graph, least=num_devices // 2):
-        batch = _EqualParts(graph, {last[0]: last})
-        if not batch.is_consistent or not done.isdisjoint(last):
+        needed = _lanes_after(graph, last)
+        batch = _EqualParts(graph, {last[0]: last}, needed)
+        chain = [eqn for eqn, lanes in needed.items() if lanes == 1 and _is_heavy(eqn)]
+        if not _is_chain(chain) or not batch.is_consistent or not done.isdisjoint(last):
+            continue
+        grown = batch.grown()
+        if not grown[-1].is_chain:
             continue
         price = price or _Price(jaxpr, shardings, memory_limit)
-        batch, gain = price.best(batch)
+        batch, gain = price.best(grown)
         if gain <= 0 or not batch.inputs:  # or one computation, written several times
             continue
-        if batch.is_chain and batch.is_independent and done.isdisjoint(batch.gone):
+        if batch.is_independent and done.isdisjoint(batch.gone):
             done |= batch.gone
             jaxpr = jaxpr.replace(eqns=batch.applied(jaxpr, price.num_devices))
             remarks.append(
@@ -73,6 +78,11 @@ def _is_heavy(eqn: JaxprEqn) -> bool:
     """Whether it has products or decompositions in it."""
     inside = (e for body in bodies(eqn) for e in walk(body))
     return eqn.primitive in _HEAVY or any(e.primitive in _HEAVY for e in inside)
+
+
+def _is_chain(heavy: Sequence[JaxprEqn]) -> bool:
+    """Whether there is more than one product: of one alone, the operands' splits decide."""
+    return len(heavy) > 1 or heavy[0].primitive is not p.dot_general_p
 
 
 def _kind(eqn: JaxprEqn | None) -> Any:
@@ -102,7 +112,8 @@ def _seeds(graph: Graph, least: int) -> list[Lanes]:
     found: dict[Any, list[JaxprEqn]] = {}
     for name, eqns in heavy.items():
         levels, of = set(eqns) if len(eqns) >= least else set(), dict[Any, int]()
-        for eqn in graph.eqns if levels else ():  # the longest chain of them to each variable
+        start = graph.numbers[eqns[0]] if levels else len(graph.eqns)
+        for eqn in graph.eqns[start:]:  # the longest chain of them to each variable
             level = max([of.get(a, 0) for a in _variables(eqn.invars)], default=0)
             if eqn in levels:
                 found.setdefault((name, _kind(eqn), level), []).append(eqn)
@@ -113,12 +124,23 @@ def _seeds(graph: Graph, least: int) -> list[Lanes]:
     return sorted(several, key=lambda lanes: -graph.numbers[lanes[0]])
 
 
+def _lanes_after(graph: Graph, last: Lanes) -> dict[JaxprEqn, int]:
+    """The computations that need an equation, as the bits of a number, by their last equations."""
+    found = {eqn: 1 << number for number, eqn in enumerate(last)}
+    for eqn in reversed(graph.eqns):
+        if lanes := found.get(eqn):
+            for maker in filter(None, map(graph.maker, eqn.invars)):
+                found[maker] = found.get(maker, 0) | lanes
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class _EqualParts:
     """Equal computations: the equations of all, by those of the first; so are all variables."""
 
     graph: Graph
     eqns: dict[JaxprEqn, Lanes]
+    needed: Mapping[JaxprEqn, int]  # by which of them an equation is, as bits
 
     @functools.cached_property
     def body(self) -> list[JaxprEqn]:
@@ -190,9 +212,8 @@ class _EqualParts:
 
     @property
     def is_chain(self) -> bool:
-        """Whether there is more than one product: of one alone, the operands' splits decide."""
-        heavy = [e for e in self.eqns if _is_heavy(e)]
-        return len(heavy) > 1 or heavy[0].primitive is not p.dot_general_p
+        """Whether it has more than one product."""
+        return _is_chain([e for e in self.eqns if _is_heavy(e)])
 
     @property
     def is_independent(self) -> bool:
@@ -203,6 +224,15 @@ class _EqualParts:
                 after.update(eqn.outvars)
         needed = {*self.shared, *(v for own in self.inputs.values() for v in own)}
         return after.isdisjoint(needed)
+
+    def grown(self) -> list[_EqualParts]:
+        """This one, and those with more and more of what makes its inputs."""
+        found, most = [self], _GROWTH * _bytes([*self.inputs, *self.results])
+        while (more := found[-1].with_maker()) and len(more.eqns) < _MOST:
+            if _bytes(more.inputs) > most:
+                break
+            found.append(more)
+        return found
 
     def with_maker(self) -> _EqualParts | None:
         """With what makes an input: the last that is made, of those that are made alike."""
@@ -223,7 +253,10 @@ class _EqualParts:
             kinds = set(map(_kind, own))
             if own[0] in self.eqns or None in kinds or len(kinds) > 1:
                 continue
-            more = _EqualParts(self.graph, {**self.eqns, own[0]: own})
+            alone = all(self.needed.get(e) == 1 << number for number, e in enumerate(own))
+            if _is_heavy(own[0]) and not alone:  # one computation would wait for another
+                continue
+            more = _EqualParts(self.graph, {**self.eqns, own[0]: own}, self.needed)
             if len(set(own)) == len(own) and more.is_consistent:
                 return more
         return None
@@ -275,14 +308,9 @@ class _Price:
         self.edges = {edge.eqn: edge for edge in self.flow.edges}
         self.known: dict[Any, float] = {}  # work of equations, and costs of sets of them
 
-    def best(self, batch: _EqualParts) -> tuple[_EqualParts, float]:
+    def best(self, found: Sequence[_EqualParts]) -> tuple[_EqualParts, float]:
         """The batch with as much before it, and then after it, as saves most; and what it saves."""
-        found, most = [batch], _GROWTH * _bytes([*batch.inputs, *batch.results])
-        while (more := found[-1].with_maker()) and len(more.eqns) < _MOST:
-            if _bytes(more.inputs) > most:
-                break
-            found.append(more)
-        chains = [each for each in found if each.is_chain] or found[:1]
+        chains = [each for each in found if each.is_chain]
         gain, _, batch = max((self.gain(b, found[-1]), n, b) for n, b in enumerate(chains))
         while (more := batch.with_user()) and (after := self.gain(more, found[-1])) >= gain:
             batch, gain = more, after
