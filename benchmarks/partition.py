@@ -7,7 +7,7 @@
 
 Bytes are what one device sends (exact, read off both programs). Times are medians of runs that
 alternate between the two, on 8 virtual devices of this machine's CPU: compare them as ratios. XLA's
-program for accelerators is counted from that for CPUs (`runtime.hlo`); `--gpu` compiles it, for one
+program for accelerators is counted from that for CPUs (`explanation.hlo`); `--gpu` compiles it, for one
 GPU and seven that XLA makes up, and prints both.
 """
 
@@ -30,7 +30,7 @@ from rich.table import Table
 import gshard
 from benchmarks.many_gpus import ALONE
 from benchmarks.programs import D, Program, programs
-from gshard.runtime.hlo import HloProgram
+from gshard.explanation.hlo import HloProgram
 
 RUNS = 9
 

@@ -171,8 +171,8 @@ STEPS: dict[str, tuple[str, Callable[[Path], tuple[Any, tuple[Any, ...]]]]] = {
 def main() -> None:
     from gshard.comparing.comparison import compare
     from gshard.comparing.step import Step
+    from gshard.explanation.hlo import collectives_of_hlo
     from gshard.graph.readable import duration, size
-    from gshard.runtime.hlo import collectives_of_hlo
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter

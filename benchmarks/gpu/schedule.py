@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gshard.runtime.hlo import collectives_of_hlo
+from gshard.explanation.hlo import collectives_of_hlo
 
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:cublas|cudnn)|__triton_gemm| dot\(|name=flash_')
 _START = re.compile(r"%?(\S+) = .*?\b(?:all|reduce|collective)-[a-z-]+-start\(")

@@ -50,9 +50,15 @@ from gshard.graph.source import at_line_of, source_of
 from gshard.rules.base.rule import REGIONS, RULES
 from gshard.rules.unknown import implementation, traced
 from gshard.tensors.annotate import Annotation, annotate_p
-from gshard.tensors.manual import to_auto_p, to_manual_p
+from gshard.tensors.manual import (
+    NamedAxes,
+    is_shard_map,
+    is_type_only,
+    lower_named_axes,
+    to_auto_p,
+    to_manual_p,
+)
 from gshard.tensors.meshes import grid_of
-from gshard.tensors.named_axes import NamedAxes, is_shard_map, is_type_only, lower_named_axes
 
 # Parameters with annotations and JAX's shardings: of operators that only reshard, and of others.
 _CONSTRAINTS = {

@@ -20,7 +20,7 @@ from jax.extend.core import primitives as p
 from jax.sharding import PartitionSpec
 
 from gshard._jax import batching
-from gshard.tensors.named_axes import axis_names_of, without_types
+from gshard.tensors.manual import axis_names_of, without_types
 
 Sizes = dict[str, int]  # of the manual axes
 Annotate = Callable[[Any, tuple[str, ...]], Any]  # splits the leading dims of a stack over axes

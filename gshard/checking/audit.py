@@ -36,7 +36,7 @@ from gshard.checking.report import Difference, Report
 from gshard.checking.tiles import Gap, Tiling, adopted, gap_between, logical
 from gshard.graph.regions import at_every_level, bodies, loop_bodies
 from gshard.graph.source import source_of
-from gshard.moving.seen import Held
+from gshard.moving.available import Held
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
 

@@ -22,7 +22,7 @@ from gshard.checking.on_host import OnHost
 from gshard.checking.tiles import Tiling
 from gshard.graph.regions import LOOPS, called, counts_of
 from gshard.graph.source import source_of
-from gshard.moving.seen import Held
+from gshard.moving.available import Held
 from gshard.tensors.manual import MANUAL
 from gshard.tensors.sharding import Sharding
 

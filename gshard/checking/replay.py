@@ -19,7 +19,7 @@ from gshard.graph.readable import counted, size
 from gshard.graph.reason import NO_REASON
 from gshard.graph.regions import walk
 from gshard.graph.source import reason_of, source_of
-from gshard.moving.seen import Held
+from gshard.moving.available import Held
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from gshard.moving.seen import Held
+from gshard.moving.available import Held
 
 Sizes = dict[int, int]
 Resized = Callable[[Sizes, int], Any]  # lowered for sizes so many times smaller; traced, for 0

@@ -1,8 +1,9 @@
 """XLA's program of a step and gshard's: what each sends, holds and costs, line by line, and why.
 
 XLA compiles both for virtual CPU devices; what differs on accelerators is counted as they run it
-(`runtime.hlo`). Times are forecasts for one hardware: gshard's of its program, XLA's of the same
-local work with the products that XLA's program has, and of its own collectives on the same links.
+(`explanation.hlo`). Times are forecasts for one hardware: gshard's of its program, XLA's of the
+same local work with the products that XLA's program has, and of its own collectives on the same
+links.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 
 from gshard.comparing.step import Step
 from gshard.explanation.costs import LineCost, summed
+from gshard.explanation.hlo import HloProgram
 from gshard.forecast import Forecast, Hardware, hardware
 from gshard.forecast.collective import Topology, collective_terms, reach
 from gshard.graph.readable import counted, duration, size
 from gshard.moving.inventory import Collective, Transfer
 from gshard.pages import checked, render, style
-from gshard.runtime.hlo import HloProgram
 
 _HERE = Path(__file__).parent
 _WORTH = 1.05  # times as fast, from which on a change of the partitioner is worth it

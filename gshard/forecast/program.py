@@ -13,8 +13,7 @@ from gshard.forecast.compilers import COMPILERS, fused
 from gshard.forecast.dataflow import Body, Dataflow, LoopBodies, Walked, inlined
 from gshard.forecast.work import multiplies, product_flops
 from gshard.graph.regions import LOOPS, bodies, counts_of
-from gshard.graph.source import trips
-from gshard.graph.ticks import Ticks
+from gshard.graph.source import Ticks, trips
 
 
 @functools.lru_cache(maxsize=512)

@@ -15,9 +15,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from gshard.forecast.collective import Topology, collective_terms, reach
 from gshard.forecast.dataflow import Body, DeviceOperator
 from gshard.forecast.hardware import Hardware
+from gshard.forecast.schedule import overlapped
 from gshard.forecast.work import Work, moved_bytes, multiplies, work_of
 from gshard.graph.regions import bodies
-from gshard.graph.schedule import overlapped
 from gshard.graph.source import phase_of, reason_of, scopes_of, site_of, source_of, trips
 from gshard.moving.inventory import combined_values, shares, transfers
 

@@ -1,24 +1,25 @@
-"""The user's source line of an operation, and the reason of one that gshard added."""
+"""What equations say of themselves: their source line, reason, and how often they run."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import cond_p, while_p
 
 from gshard._jax import exclude_frames, is_current, source_info_util, without_mesh
 from gshard.graph.caching import cached
 from gshard.graph.reason import NO_REASON, Reason
-from gshard.graph.regions import runs_of
+from gshard.graph.regions import bodies, runs_of
 
 _PACKAGE = Path(__file__).parents[1]
 _UNLIKELY = "gshard unlikely"
-TICKS = "gshard ticks"  # begins the marks of `graph.ticks`
+TICKS = "gshard ticks"  # begins the marks of `graph.source`
 _IS_LIBRARY = "site-packages"  # in the path of a file that is not the user's own
 MODULE = "module: "  # and its path: the function of a frame that has the line of a torch model
 
@@ -194,3 +195,55 @@ class on_behalf_of:  # noqa: N801  (a context, for every equation: a generator w
         for context in reversed(self.inner):
             context.__exit__(*error)
         self.user.__exit__(*error)
+
+
+# ------------------------------------------------ runs that a pipeline's schedule chooses
+
+
+class Ticks(NamedTuple):
+    """The branches of a conditional in a loop, and in how many runs of the loop they run.
+
+    `own` is how often one device takes each. `together` are the branches that devices are in at the
+    same time, as the bits of a number, and how often. Both are in `out_of` runs of the loop around
+    them, by default as many as `together` has.
+    """
+
+    own: tuple[int, ...]
+    together: Mapping[int, int]
+    out_of: int = 0
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """Mark the conditionals and loops made inside."""
+        numbers = (self.own, self.together.keys(), self.together.values(), (self.out_of,))
+        return jax.named_scope("|".join([TICKS, *(".".join(map(str, n)) for n in numbers)]))
+
+    @staticmethod
+    def of(eqn: JaxprEqn) -> Ticks | None:
+        """The ticks of a conditional, or of such a loop (its condition, its body)."""
+        stack = eqn.source_info.name_stack.stack if eqn.primitive in (cond_p, while_p) else ()
+        for part in reversed(stack):
+            tag, *parts = getattr(part, "name", "").split("|")
+            if tag == TICKS:
+                own, bits, counts, (out_of,) = (tuple(map(int, text.split("."))) for text in parts)
+                return Ticks(own, dict(zip(bits, counts, strict=True)), out_of)
+        return None
+
+    @property
+    def runs(self) -> int:
+        """How often the loop runs."""
+        return self.out_of or sum(self.together.values())
+
+    def slowest(self, costs: Sequence[float]) -> list[int]:
+        """In how many runs of the loop each branch is the one that the others wait for."""
+        found = [0] * len(costs)
+        for bits, count in self.together.items():
+            running = [branch for branch in range(len(costs)) if bits >> branch & 1]
+            found[max(running, key=costs.__getitem__)] += count
+        return found
+
+
+def runs_inside(eqn: JaxprEqn, times: int) -> list[int]:
+    """How often a device runs each program inside an equation, which it runs `times` times."""
+    if (ticks := Ticks.of(eqn)) is None:
+        return [times * trips(eqn)] * len(bodies(eqn))
+    return [times * count // ticks.runs for count in ticks.own]

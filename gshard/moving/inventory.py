@@ -20,8 +20,7 @@ from gshard._jax import private_primitives
 from gshard.graph import bodies, history
 from gshard.graph.readable import table
 from gshard.graph.reason import Reason
-from gshard.graph.source import reason_of, source_of
-from gshard.graph.ticks import runs_inside
+from gshard.graph.source import reason_of, runs_inside, source_of
 from gshard.moving.collectives import CollectiveNode
 from gshard.moving.costs import sent_bytes
 from gshard.moving.nodes import TensorNode, node_bytes, node_of

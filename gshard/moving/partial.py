@@ -18,10 +18,10 @@ from gshard.graph.caching import cached
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.costs import LATENCIES, CostModel, cost_model, sent_bytes, timed
+from gshard.moving.halo import retile_elements, retiled, standard_elements, standardized
 from gshard.moving.nodes import TensorNode, communicate
 from gshard.moving.plan import reshard_cost
 from gshard.moving.reductions import identity, reduce, reduced_bytes, tree_reduce_scatter
-from gshard.moving.retile import retile_elements, retiled, standard_elements, standardized
 from gshard.tensors.devices import Groups, Place, groups_by
 from gshard.tensors.sharding import Sharding, Split, compatible
 from gshard.tensors.tile import Tile, itemsize_of

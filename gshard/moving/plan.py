@@ -20,11 +20,10 @@ import numpy as np
 
 from gshard.graph.caching import cached
 from gshard.graph.reason import Reason
-from gshard.moving.boxes import plan_boxes
 from gshard.moving.costs import MAX_ROUNDS, MAX_STATES, STEP_COST, timed
-from gshard.moving.exchange import can_exchange, divisors, kept_tiles
+from gshard.moving.halo import standardized
 from gshard.moving.nodes import TensorNode, communicate
-from gshard.moving.retile import standardized
+from gshard.moving.routes import can_exchange, divisors, kept_tiles, plan_boxes
 from gshard.moving.steps import (
     Exchange,
     Gather,

@@ -9,16 +9,17 @@ one, or one feeds many, a ReduceScatter of the windows or a gather of the tiles 
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from gshard.graph.caching import cached
 from gshard.moving.costs import MAX_ROUNDS, MAX_SHIFTS
-from gshard.moving.permute_rounds import in_rounds, is_remote
 from gshard.tensors.tile import Tile
 
 Numbers = Sequence[int] | np.ndarray  # one for every tile
@@ -246,3 +247,49 @@ def _shifts(windows: Windows) -> list[Shift] | None:
         keep = int(np.clip(high[used] - source, 0, rows).max()) if by == right else rows
         shifts.append(Shift(by, skip, keep, used))
     return shifts
+
+
+# -------------------------------------------------- pieces in rounds of CollectivePermutes
+
+
+class Shipment(Protocol):
+    """Data that one device, or the holders of one tile, have and others need."""
+
+    @property
+    def sender(self) -> int:
+        """The device or tile that has it."""
+        ...
+
+    @property
+    def receiver(self) -> int:
+        """The device or tile that needs it."""
+        ...
+
+
+P = TypeVar("P", bound=Shipment)
+
+
+def is_remote(piece: Shipment) -> bool:
+    """Whether it has to be sent."""
+    return piece.sender != piece.receiver
+
+
+def in_rounds(pieces: Iterable[P], limit: int | None = None) -> list[list[P]] | None:
+    """`pieces` in rounds, in each of which a device sends and receives at most once.
+
+    Local ones are in rounds of their own; None if more than `limit` rounds would send.
+    """
+    rounds: dict[bool, list[list[P]]] = {False: [], True: []}
+    taken: dict[Any, set[int]] = defaultdict(set)  # rounds, by who sends and who receives in them
+    for piece in pieces:
+        remote = is_remote(piece)
+        both = taken[remote, "from", piece.sender], taken[remote, "to", piece.receiver]
+        number = next(n for n in itertools.count() if not any(n in each for each in both))
+        if number == len(rounds[remote]):
+            if remote and number == limit:
+                return None
+            rounds[remote].append([])
+        rounds[remote][number].append(piece)
+        for each in both:
+            each.add(number)
+    return rounds[False] + rounds[True]

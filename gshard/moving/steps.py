@@ -21,10 +21,16 @@ from jax import lax
 from gshard.graph.caching import cached
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
-from gshard.moving.boxes import plan_boxes, route
 from gshard.moving.costs import sent_bytes
-from gshard.moving.exchange import exchange_groups, group_size, kept_tiles, orders_of_parts
-from gshard.moving.retile import retile_elements, retiled, standard_elements, standardized
+from gshard.moving.halo import retile_elements, retiled, standard_elements, standardized
+from gshard.moving.routes import (
+    exchange_groups,
+    group_size,
+    kept_tiles,
+    orders_of_parts,
+    plan_boxes,
+    route,
+)
 from gshard.tensors import padding
 from gshard.tensors.devices import Groups, Place, groups_by
 from gshard.tensors.sharding import Sharding, Split

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from gshard.graph.reason import Reason
-from gshard.graph.ticks import Ticks
+from gshard.graph.source import Ticks
 from gshard.moving import collectives
 from gshard.pipelining.meaning import Arrays, Pipe, added, cut
 from gshard.pipelining.passes import floats, is_float

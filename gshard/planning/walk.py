@@ -19,10 +19,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from gshard.graph.reason import Reason
-from gshard.moving.available import Mover
+from gshard.moving.available import Mover, Seen
+from gshard.moving.halo import retile
 from gshard.moving.recompute import REARRANGING, Made
-from gshard.moving.retile import retile
-from gshard.moving.seen import Seen
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES, RegionRule, Rule, rule_of
 from gshard.rules.base.rule import Carried, Context, Elementwise, Way

@@ -26,8 +26,13 @@ from gshard.rules.callbacks import gathered
 from gshard.rules.manual import run_over_groups
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Dim, Factor, Factors, shard_dims
-from gshard.tensors.manual import over_groups_p, row_of_device_p
-from gshard.tensors.named_axes import NamedAxes, axis_names_of, lower_named_axes
+from gshard.tensors.manual import (
+    NamedAxes,
+    axis_names_of,
+    lower_named_axes,
+    over_groups_p,
+    row_of_device_p,
+)
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 

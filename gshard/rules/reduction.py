@@ -16,9 +16,8 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.costs import sent_bytes, timed
-from gshard.moving.ordered import sortable, sortable_bytes
 from gshard.moving.partial import reducing_groups
-from gshard.moving.reductions import identity
+from gshard.moving.reductions import identity, sortable, sortable_bytes
 from gshard.rules.base.rule import (
     Context,
     Doc,

@@ -24,10 +24,8 @@ from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.columnsort import columnsort, rows_needed, rows_sent
 from gshard.moving.costs import cost_model, passes, sent_bytes, timed, worked
-from gshard.moving.halo import groups_along
-from gshard.moving.ordered import flipped
-from gshard.moving.reductions import identity
-from gshard.moving.retile import standard_elements
+from gshard.moving.halo import groups_along, standard_elements
+from gshard.moving.reductions import flipped, identity
 from gshard.rules.base.rule import Context, Doc, Way, on_moved, rule
 from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding

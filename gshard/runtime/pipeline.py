@@ -22,9 +22,9 @@ from gshard.capture.placement import DeviceOrder
 from gshard.capture.stage import capture
 from gshard.graph.history import History
 from gshard.graph.regions import walk
+from gshard.moving.available import Seen
 from gshard.moving.collectives import CollectivePermute
 from gshard.moving.costs import GENERIC_COSTS, use_cost_model
-from gshard.moving.seen import Seen
 from gshard.planning.improve import FINAL_PASSES, PASSES
 from gshard.planning.plan import Plan, plan_note
 from gshard.planning.planner import Planner

@@ -28,7 +28,7 @@ from gshard.capture.placement import DeviceOrder, other_layout
 from gshard.capture.stage import Captured
 from gshard.graph import bodies
 from gshard.graph.caching import cached
-from gshard.moving.seen import Seen
+from gshard.moving.available import Seen
 from gshard.planning.plan import Plan
 from gshard.propagation.propagate import Propagated
 from gshard.tensors import keys

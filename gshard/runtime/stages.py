@@ -23,6 +23,7 @@ from gshard.checking.replay import Replay, Until
 from gshard.checking.report import Report
 from gshard.checking.smaller import Resized, reduced, tiles_by_size
 from gshard.explanation import Explanation
+from gshard.explanation.hlo import HloProgram
 from gshard.explanation.profiled import Profile, profile
 from gshard.forecast import Forecast, Hardware, forecast
 from gshard.forecast.collective import Topology
@@ -37,7 +38,6 @@ from gshard.pipelining.meaning import Pipe, pipeline_p
 from gshard.pipelining.schedules import Schedule
 from gshard.planning.plan import Plan
 from gshard.runtime.compiled import Compiled, Stage
-from gshard.runtime.hlo import HloProgram
 from gshard.runtime.program import Program
 from gshard.runtime.xla import Partitioned
 from gshard.tensors.sharding import Sharding

@@ -21,13 +21,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gshard import _jax
 from gshard.capture.flatten import inline
 from gshard.capture.placement import DeviceOrder
+from gshard.explanation.hlo import collectives_of_hlo
 from gshard.graph.evaluate import Interpret, bind, evaluate, rebuilt
 from gshard.graph.regions import loop_bodies
 from gshard.graph.source import on_behalf_of, source_of
 from gshard.moving.inventory import Beside, Collective
 from gshard.propagation.propagate import propagate
 from gshard.rules.base.rule import REGIONS
-from gshard.runtime.hlo import collectives_of_hlo
 from gshard.runtime.ports import Port
 from gshard.runtime.program import GlobalFunction, Program, XlaSettings
 from gshard.tensors.annotate import annotate_p

@@ -45,7 +45,7 @@ class Tile:
 
     Along a split dim tile c starts at row c * array.shape[dim]. That size is the sharding's
     `ceil(size / tiles)`, except temporarily: a reshard or a reshape may leave larger tiles for
-    `moving.retile` to even out. `origin` is the operator that left a value unreduced, for the
+    `moving.halo` to even out. `origin` is the operator that left a value unreduced, for the
     reason of the collective that will reduce it, and `held` the rows of it that are not zero. Tiles
     of one `value` under several shardings have it in common; what an operator computes on the way
     to its results has none. Ways are chosen on tiles that are `blank`: without elements.

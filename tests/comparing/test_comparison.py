@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.comparing.comparison import compare
 from gshard.comparing.step import Step
-from gshard.runtime.hlo import collectives_of_hlo
+from gshard.explanation.hlo import collectives_of_hlo
 
 STRUCT = jax.ShapeDtypeStruct
 MIB = 2**20

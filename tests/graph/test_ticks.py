@@ -3,7 +3,7 @@
 import jax
 from jax import lax
 
-from gshard.graph.ticks import Ticks, runs_inside
+from gshard.graph.source import Ticks, runs_inside
 
 
 def test_a_mark_is_read_back_from_the_conditional_alone():

@@ -10,9 +10,8 @@ from jax import lax
 
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import NO_REASON
-from gshard.moving.available import Available, Mover
+from gshard.moving.available import Available, Mover, Seen
 from gshard.moving.recompute import Made
-from gshard.moving.seen import Seen
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, Value

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gshard.moving import exchange, plan
+from gshard.moving import plan, routes
 from gshard.moving.collectives import sent_in_groups
 from gshard.moving.costs import STEP_COST
-from gshard.moving.exchange import can_exchange, exchange_groups, kept_tiles
 from gshard.moving.plan import plan_reshard
+from gshard.moving.routes import can_exchange, exchange_groups, kept_tiles
 from gshard.moving.steps import Route
 from gshard.tensors.sharding import Sharding, Split
 from tests.oracle import assignments
@@ -107,8 +107,8 @@ def test_planning_for_many_devices_builds_no_groups(monkeypatch):
 
     That there are groups is known from the tile counts; they are made for the steps taken.
     """
-    monkeypatch.setattr(exchange, "exchange_groups", None)
-    monkeypatch.setattr(exchange, "_matching", None)
+    monkeypatch.setattr(routes, "exchange_groups", None)
+    monkeypatch.setattr(routes, "_matching", None)
     expanded = []
     steps = plan._steps
     monkeypatch.setattr(plan, "_steps", lambda *args: expanded.append(args) or steps(*args))

@@ -14,8 +14,7 @@ from gshard.checking.exact.number import spread
 from gshard.checking.lockstep import Lockstep, as_devices_have_them
 from gshard.graph.reason import Reason
 from gshard.moving.collectives import all_gather, reduce_scatter
-from gshard.moving.halo import Halo, collect
-from gshard.moving.retile import retile_elements
+from gshard.moving.halo import Halo, collect, retile_elements
 from gshard.moving.row_windows import Move, Runs, Windows, plan_windows
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding, Split

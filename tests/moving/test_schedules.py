@@ -13,9 +13,8 @@ import gshard
 from gshard.moving import boxes, plan
 from gshard.moving.costs import cost_model
 from gshard.moving.nodes import planned_bytes
-from gshard.moving.permute_rounds import in_rounds
 from gshard.moving.plan import plan_reshard, reshard_cost
-from gshard.moving.row_windows import plan_fetch
+from gshard.moving.row_windows import in_rounds, plan_fetch
 from gshard.moving.steps import copies_as_split
 from gshard.tensors.sharding import Sharding, Split
 from tests.moving.test_reshard import reshardings

@@ -11,7 +11,7 @@ import pytest
 
 import gshard
 from gshard.graph.regions import walk
-from gshard.graph.ticks import Ticks
+from gshard.graph.source import Ticks
 from gshard.pipelining.schedules import NAMES, make
 from gshard.runtime import pipeline
 from tests.oracle import random_array

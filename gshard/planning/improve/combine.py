@@ -1,7 +1,7 @@
 """A pass over a plan that combines small collectives of one kind.
 
 Each collective has a latency, whatever its size. Where the operands of several are ready before the
-result of the first is needed, one collective replaces them (`moving/packed.py`): 19 small gradients
+result of the first is needed, one collective replaces them: 19 small gradients
 are summed by one AllReduce. It must not cost more than it saves:
 
 1. A value is combined if copying it into a common array takes no longer than the latency of a
@@ -17,15 +17,21 @@ the user wrote in a manual region are not changed. Other equations are only reor
 Between processes on CPUs (Gloo) these three are rings, and every step wakes another process: an
 AllReduce of 8 devices takes as long as four AllToAlls, however small it is. There they are replaced
 by AllToAlls, combined or not: with as many bytes, or, for small operands, in one step.
+
+A combined AllReduce takes the flattened operands concatenated. An AllGather does too, and its
+result has one row per member; a ReduceScatter takes such rows. The equations for one of the values
+have the user's line of that value, so that the program itself shows what is combined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
@@ -33,11 +39,18 @@ from gshard.forecast.dataflow import size_of
 from gshard.graph import LOOPS, at_every_level, bodies, in_order
 from gshard.graph.evaluate import equations_of
 from gshard.graph.kinds import APART, PRODUCTS
-from gshard.moving.collectives import AllGather, AllReduce, CollectiveNode, ReduceScatter
+from gshard.graph.source import because, on_behalf_of
+from gshard.moving import costs
+from gshard.moving.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    CollectiveNode,
+    ReduceScatter,
+)
 from gshard.moving.costs import EXCHANGED, LATENCIES, cost_model
 from gshard.moving.inventory import COLLECTIVES
-from gshard.moving.nodes import node_of
-from gshard.moving.packed import can_be_exchanged, run_together
+from gshard.moving.nodes import add_node, node_of
 
 _HEAVY = {*APART, *PRODUCTS, *LOOPS}
 _LIGHT = {
@@ -207,3 +220,102 @@ def _written(combinations: Sequence[Combination]) -> dict[JaxprEqn, list[JaxprEq
         while eqns[-1].outvars != last.outvars:  # the equation of its last result ends it
             eqns.append(next(left))
     return found
+
+
+# ---------------------------------------------------------------- several collectives as one
+
+
+def run_together(
+    eqns: Sequence[JaxprEqn], values: Sequence[jax.Array], by_exchange: bool = False
+) -> list[jax.Array]:
+    """The results of nodes that are collectives and differ only in their operands and dims."""
+    nodes: list[Any] = [node_of(eqn) for eqn in eqns]
+    rows = []
+    for eqn, node, x in zip(eqns, nodes, values, strict=True):
+        with on_behalf_of(eqn), because(node.reason):
+            rows.append(_as_rows(node, x))
+    node = replace(nodes[0], reason=replace(nodes[0].reason, values=len(eqns)))
+    with on_behalf_of(eqns[0]), because(node.reason):
+        packed = lax.concatenate(rows, rows[0].ndim - 1)
+        if by_exchange:
+            whole = _exchanged(node, packed)
+        elif isinstance(node, ReduceScatter):
+            whole = add_node(replace(node, dim=0), lax.reshape(packed, (packed.size,)))
+        elif isinstance(node, AllGather):
+            whole = add_node(replace(node, dim=0), packed)
+            whole = lax.reshape(whole, (whole.size // packed.size, packed.size))
+        else:
+            whole = add_node(node, packed)
+    results, start = [], 0
+    for eqn, node, row in zip(eqns, nodes, rows, strict=True):
+        end = start + row.shape[-1]
+        with on_behalf_of(eqn), because(node.reason):
+            part = lax.slice_in_dim(whole, start, end, axis=-1)
+            results.append(_as_result(eqn, node, part))
+        start = end
+    return results
+
+
+def can_be_exchanged(node: CollectiveNode) -> bool:
+    """Whether a collective can be made of AllToAlls: they take groups of one size."""
+    return len(set(map(len, node.groups))) == 1
+
+
+def _exchanged(node: CollectiveNode, packed: jax.Array) -> jax.Array:
+    """The collective of all operands, made of AllToAlls; an AllReduce may be padded.
+
+    In an AllReduce each member sums one part and sends the sum to all others. Few numbers are sent
+    to all members in one step.
+    """
+    members = len(node.groups[0])
+
+    def exchange(rows: jax.Array) -> jax.Array:
+        return add_node(AllToAll(node.reason, node.groups), rows)
+
+    def to_all(x: jax.Array) -> jax.Array:
+        return exchange(lax.broadcast(x, (members,)))
+
+    if isinstance(node, AllGather):
+        return to_all(packed)
+    if isinstance(node, ReduceScatter):
+        return _reduced(exchange(packed), lax.reduce_sum)
+    assert isinstance(node, AllReduce)
+    reduce = {"sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min}[node.kind]
+    if packed.size <= 2 or packed.nbytes * members <= costs.AT_ONCE:
+        return _reduced(lax.reshape(to_all(packed), (members, packed.size)), reduce)
+    parts = lax.pad(packed, packed.dtype.type(0), [(0, -packed.size % members, 0)])
+    parts = lax.reshape(parts, (members, parts.size // members))
+    whole = to_all(_reduced(exchange(parts), reduce))
+    return lax.reshape(whole, (whole.size,))
+
+
+def _reduced(rows: jax.Array, reduce: Callable[..., jax.Array]) -> jax.Array:
+    """The reduction of rows; narrow floats are accumulated in float32."""
+    short = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize < 4
+    wide = rows.astype(jnp.float32) if short else rows
+    return reduce(wide, (0,)).astype(rows.dtype)
+
+
+def _as_rows(node: CollectiveNode, x: jax.Array) -> jax.Array:
+    """An operand flattened; for a ReduceScatter, one row per member's part of the result."""
+    if not isinstance(node, ReduceScatter):
+        return lax.reshape(x, (x.size,))
+    dim, members = node.dim, len(node.groups[0])
+    shape = (*x.shape[:dim], members, x.shape[dim] // members, *x.shape[dim + 1 :])
+    return lax.reshape(_moved(lax.reshape(x, shape), dim, 0), (members, x.size // members))
+
+
+def _as_result(eqn: JaxprEqn, node: CollectiveNode, x: jax.Array) -> jax.Array:
+    """The inverse, for the result."""
+    shape = eqn.outvars[0].aval.shape
+    if not isinstance(node, AllGather):
+        return lax.reshape(x, shape)
+    parts = lax.reshape(x, (len(node.groups[0]), *eqn.invars[0].aval.shape))
+    return lax.reshape(_moved(parts, 0, node.dim), shape)
+
+
+def _moved(x: jax.Array, dim: int, to: int) -> jax.Array:
+    """`x` with one dim moved to another place."""
+    order = [d for d in range(x.ndim) if d != dim]
+    order.insert(to, dim)
+    return lax.transpose(x, order)

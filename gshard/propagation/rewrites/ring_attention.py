@@ -3,7 +3,8 @@
 If queries and keys are split alike and gathering the keys would exceed the memory limit, the scores
 are never materialized in full: blocks of keys and values pass through all devices, and each device
 accumulates the results for its queries (Ring Attention, with the online softmax of FlashAttention).
-A gradient recomputes the scores block by block.
+A gradient recomputes the scores block by block. Blocks that are masked entirely are skipped: half
+of them under a causal mask.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ from jax.extend.core import primitives as p
 
 from gshard.graph import Graph, at_every_level, in_order, inputs_of, live, needed_for, upstream
 from gshard.graph.source import source_of
-from gshard.propagation.rewrites.masked_blocks import block_mask
 from gshard.propagation.rewrites.scores import Finder, Scoring
 from gshard.propagation.rewrites.softmax_delta import factor_out_delta
 from gshard.propagation.rewrites.softmax_form import in_one_form, softmax_of
-from gshard.rules.base.ring_pass import KEYS, QUERIES, RingPass, Softmax, Sum, ring_pass_p
+from gshard.rules.base.ring_pass import (
+    KEYS,
+    QUERIES,
+    BlockMask,
+    RingPass,
+    Softmax,
+    Sum,
+    ring_pass_p,
+)
 from gshard.rules.base.rule import RULES, factors_of
+from gshard.rules.base.uses import linear_groups
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import byte_size
 
@@ -176,3 +185,66 @@ def _round(
         params={"body": jaxpr, "ring": ring},
         effects=set(),
     )
+
+
+# ---------------------------------------------------------------- blocks that are masked entirely
+
+
+def block_mask(
+    region: Scoring,
+    exits: Sequence[Sum],
+    online: Softmax | None,
+    body: Jaxpr,
+    around: Graph,
+) -> BlockMask | None:
+    """The mask by which blocks of a ring pass can be skipped, if there is one.
+
+    `around` is the enclosing program, `online` the softmax that the pass computes. In other passes
+    all sums must be zero where the exponentials of the logits are.
+    """
+    own = Graph.of(body)
+    known = Graph([*around.eqns, *body.eqns], aliases=region.sources)
+    if online:
+        if len(exits) > len(online.sums):
+            return None
+        return _of_mask(online.maximum.scores, None, known, body)
+    for power in (e for e in body.eqns if e.primitive is p.exp_p):
+        shifted = own.maker(power.invars[0])
+        if shifted is None or shifted.primitive is not p.sub_p:
+            continue
+        logits, shift = shifted.invars
+        if isinstance(shift, Literal) or own.maker(shift) or shift not in region.sources:
+            continue
+        zero = _zero_with(power.outvars[0], body, known)
+        if all(e.scores in zero for e in exits):
+            return _of_mask(logits, shift, known, body)
+    return None
+
+
+def _of_mask(logits: Any, shift: Any, graph: Graph, body: Jaxpr) -> BlockMask | None:
+    """The mask that logits are selected by: `where(mask, logits, fill)`."""
+    eqn = graph.maker(logits)
+    if eqn is None or eqn.primitive is not p.select_n_p or len(eqn.invars) != 3:
+        return None
+    mask, without, within = eqn.invars
+    fills = [graph.fill(without), graph.fill(within)]
+    makers = needed_for([mask], body.eqns)
+    known = [f for f in fills if f is not None]
+    if len(known) != 1 or not makers or any(e.primitive is p.dot_general_p for e in makers):
+        return None
+    own = Jaxpr([], body.invars, [mask], makers, set(), debug_info=body.debug_info)
+    return BlockMask(own, fills[0] is not None, float(known[0]), shift)
+
+
+def _zero_with(source: Any, body: Jaxpr, graph: Graph) -> set[Any]:
+    """The variables that are zero where `source` is: linear in it, or in zeros, as rules say."""
+    zero = {source}
+
+    def is_zero(atom: Any) -> bool:
+        known = not isinstance(atom, Literal) and atom in zero
+        return known or bool(graph.fill(atom) == 0)
+
+    for eqn in body.eqns:
+        if any(all(is_zero(eqn.invars[n]) for n in group) for group in linear_groups(eqn)):
+            zero.update(eqn.outvars)
+    return zero

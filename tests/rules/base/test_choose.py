@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import gshard
-from gshard.moving.available import Mover
+from gshard.moving.available import Mover, Seen
 from gshard.moving.costs import GENERIC_COSTS, use_cost_model
-from gshard.moving.seen import Seen
 from gshard.planning import choose
 from gshard.propagation.propagate import Propagated
 from gshard.rules.base import ways

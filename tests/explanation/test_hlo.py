@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gshard.runtime.hlo import HloProgram, collectives_of_hlo
+from gshard.explanation.hlo import HloProgram, collectives_of_hlo
 
 
 def compiled(fn, mesh, into, out, *shapes, dtype="float32"):
@@ -43,7 +43,7 @@ def test_groups_of_a_part_of_the_mesh_and_trip_counts_and_lines():
     (reduce,) = [c for c in collectives_of_hlo(text, 8) if c.kind == "all_reduce"]
     assert (reduce.group_size, reduce.total_bytes) == (2, 5 * (16 // 4) * 32 * 4)
     first = inspect.getsourcelines(body)[1]
-    assert reduce.source == f"tests/runtime/test_hlo.py:{first + 1}"
+    assert reduce.source == f"tests/explanation/test_hlo.py:{first + 1}"
     assert reduce.reason == "XLA: for dot_general"
     program = HloProgram(text, 8)
     assert program.product_flops() == 5 * 2 * (16 // 4) * 32 * 32 // 2
