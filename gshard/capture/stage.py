@@ -63,18 +63,14 @@ def capture(
 ) -> Captured:
     """The flat program of a traced function: calls inlined, logical shapes, normal forms."""
     original = inline(traced.jaxpr, order, as_meant=bool(variant.passes))
-    names = _argument_names(traced, len(original.jaxpr.invars))
     types = _jax.discharge_refs(traced.jaxpr).out_avals  # as `jax.jit`: a `jax.new_ref(0.)` is weak
-    kept = (traced.fun_name, names, tuple(_jax.closed_over(traced)), tuple(types))
+    # What the user's function calls its arguments; values that it closes over come before them.
+    known, count = traced.jaxpr.jaxpr.debug_info.arg_names or (), len(original.jaxpr.invars)
+    names = ["" if name is None else str(name) for name in known][-count:]
+    names = [""] * (count - len(names)) + names
+    kept = (traced.fun_name, tuple(names), tuple(_jax.closed_over(traced)), tuple(types))
     history.add("flatten", original.jaxpr)
     # One device gains nothing by normal forms, unless its bits have to be those of many.
     passes = PASSES if order.count > 1 or variant.passes else ()
     flat = history.run((*passes, *variant.passes), original)
     return Captured(flat, original, *kept, variant)
-
-
-def _argument_names(traced: jax.stages.Traced, count: int) -> tuple[str, ...]:
-    """What the user's function calls its arguments, the last `count`: "" where that is unknown."""
-    known = traced.jaxpr.jaxpr.debug_info.arg_names or ()
-    names = ["" if name is None else str(name) for name in known][-count:]
-    return ("",) * (count - len(names)) + tuple(names)

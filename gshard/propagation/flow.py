@@ -117,7 +117,7 @@ class Flow:
     ):
         self.num_devices = num_devices
         self.memory_limit = memory_limit  # bytes of a loop's constants that may be gathered for it
-        self.constants: dict[Any, None] = {}  # loop invariants, inside the loop
+        self.invariants: dict[JaxprEqn, list[Any]] = {}  # of loops, inside them
         self.given: dict[Any, tuple[Split | None, ...]] = {}  # the splits of annotations
         self.annotations: dict[Any, JaxprEqn] = {}  # the equations that annotate variables
         self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that must stay unsplit
@@ -126,7 +126,7 @@ class Flow:
         self.edges: list[Edge] = []
         self.kinds: dict[JaxprEqn, int] = {}  # the keys of equations
         self.dims: dict[Any, Dims] = {}  # by these keys
-        self.loops: dict[Jaxpr, Loop | None] = {}  # the program, and the bodies of its loops
+        self.loops: dict[Jaxpr, Loop | None] = {jaxpr: None}  # and the bodies of its loops
         self.offers: dict[Any, Any] = {}  # the splits that operators pass on (`spread`)
         self.costs: dict[Any, EdgeCost] = {}  # by kinds of edges, and shardings
         known = -1
@@ -164,6 +164,14 @@ class Flow:
         """These dims of each variable at first."""
         closed = {v: self.open_dims(v, self.given[v]) for v in self.closed}
         return {v: range(len(splits)) for v, splits in self.given.items()} | closed
+
+    @functools.cached_property
+    def constants(self) -> dict[Any, None]:
+        """The invariants of loops that fit into memory."""
+        every = self.invariants.values()
+        sizes = [sum(byte_size(v.aval.shape, v.aval.dtype) for v in own) for own in every]
+        fitting = [own for own, n in zip(every, sizes, strict=True) if n <= self.memory_limit]
+        return {v: None for own in fitting for v in own}
 
     @functools.cached_property
     def uses(self) -> dict[Jaxpr, Uses]:
@@ -263,23 +271,22 @@ class Flow:
 
     # ------------------------------------------------------------ the program
 
-    def _add(self, jaxpr: Jaxpr, runs: int = 1, loop: Loop | None = None) -> None:
+    def _add(self, jaxpr: Jaxpr, runs: int = 1) -> None:
         """Add a program, or a body of a loop, that runs `runs` times."""
-        self.loops[jaxpr] = loop
         for var in [*jaxpr.constvars, *jaxpr.invars]:
             self.declare(var, runs)
         for eqn in jaxpr.eqns:
             for var in eqn.outvars:
                 self.declare(var, runs)
-            if eqn.primitive is annotate_p:
-                self.annotate(eqn)
             if inner := Loop.of(eqn):
                 self.add_bodies(inner, runs)
-            elif eqn.primitive is to_auto_p:
+                continue
+            if eqn.primitive in (annotate_p, to_auto_p):
                 self.annotate(eqn)
             elif self.is_manual(eqn):
                 self.manual.update(eqn.outvars)
-            elif eqn.primitive in RULES:
+                continue
+            if eqn.primitive in RULES:
                 rule, kind = RULES[eqn.primitive], equation_key(eqn)
                 factors, atoms = factors_of(rule, eqn, kind), (eqn.invars, eqn.outvars)
                 dims = self.dims.get(kind) or Dims.of(factors, *atoms)
@@ -297,14 +304,13 @@ class Flow:
                 if a in self.manual or b in self.manual:
                     self.manual |= {a, b}
             for body in loop.bodies:
-                self._add(body.jaxpr, runs * loop.runs, loop)
+                self.loops[body.jaxpr] = loop
+                self._add(body.jaxpr, runs * loop.runs)
             if loop.decided_by in self.manual:  # each device takes a branch, or ends, by itself
                 self.manual.update(loop.eqn.outvars)
             if before != len(self.manual):
                 del self.edges[edges:]
-        fixed = self.same_in_every_run(loop)
-        if sum(byte_size(v.aval.shape, v.aval.dtype) for v in fixed) <= self.memory_limit:
-            self.constants.update(dict.fromkeys(fixed))
+        self.invariants[loop.eqn] = self.same_in_every_run(loop)
         for a, b, more in loop.links:
             if a not in self.manual:
                 self.link(a, b, more)
