@@ -7,8 +7,8 @@
 
 Bytes are what one device sends (exact, read off both programs). Times are medians of runs that
 alternate between the two, on 8 virtual devices of this machine's CPU: compare them as ratios. XLA's
-program for accelerators is counted from that for CPUs (`explanation.hlo`); `--gpu` compiles it, for one
-GPU and seven that XLA makes up, and prints both.
+program for accelerators is counted from that for CPUs (`explanation.hlo`); `--gpu` compiles it, for
+one GPU and seven that XLA makes up, and prints both.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def _grouped(flow: Flow) -> DimGroups:
 
     So the hidden dims of all layers are one group, though no operator connects them. Two dims of
     one tensor are never of one class: of all pairs of rows, either row may be split, and the class
-    that is kept apart may have the splits of the one that it would be joined to.
+    that is kept apart may have the splits of the one that it would be joined to, its source.
     """
     classes = _Classes(flow.given)
     for edge in reversed(flow.edges):  # so that classes part at the tensor that both rows are of
@@ -215,10 +215,11 @@ def _grouped(flow: Flow) -> DimGroups:
                 number = numbers.setdefault(split, len(numbers))
                 found = anchors.setdefault(classes.root(classes.first[var] + dim), {})
                 found.setdefault((number, var.aval.shape, dim), (split, var, dim))
-    parted, count = list(classes.parted()), 0
+    parted, count, source = list(classes.parted()), 0, dict[int, int]()
     while count < (count := len(anchors)):
         for node, other, (var, dim) in parted:
             if node in anchors and other not in anchors:
+                source[other] = node
                 anchors[other] = {
                     (*key, var.aval.shape, dim): (split, var, dim)
                     for key, (split, _, _) in anchors[node].items()
@@ -245,7 +246,12 @@ def _grouped(flow: Flow) -> DimGroups:
     for edge in flow.edges:
         for group in {group for var in edge.variables for group in of[var]}:
             edges.setdefault(group, set()).add(edge.place)
-    return DimGroups(of, candidates, edges)
+    sources: dict[int, set[int]] = {}
+    for other, node in source.items():  # those of `node` are known by then
+        found = {group_of[node], *sources.get(group_of[node], ())} - {group_of[other]}
+        sources.setdefault(group_of[other], set()).update(found)
+        edges[group_of[other]].update(*(edges[group] for group in found))
+    return DimGroups(of, candidates, edges, sources)
 
 
 class _Classes:

@@ -34,6 +34,7 @@ class DimGroups:
     # And the first tensor that has such a split
     candidates: Mapping[Candidate, tuple[Any, int]] = field(default_factory=dict)
     edges: Mapping[int, Collection[int]] = field(default_factory=dict)  # places, by group
+    sources: Mapping[int, Collection[int]] = field(default_factory=dict)  # where splits come from
 
     def described(self, flow: Flow, candidate: Candidate) -> str:
         """A candidate in terms of the first annotation that asks for it, or of a tensor."""
@@ -134,8 +135,13 @@ class Spread:
                 self.take(var, dim, split)
 
     def is_of(self, stage: Stage, var: Any, dim: int) -> bool:
-        """Whether a stage is about a dim."""
-        return stage[0] is None or self.groups.of[var][dim] == stage[0]
+        """Whether a stage is about a dim: one of its group, or one on the way from its source."""
+        if stage[0] is None:
+            return True
+        own = self.groups.of[var]
+        if own[dim] == stage[0]:
+            return True
+        return own[dim] in self.groups.sources.get(stage[0], ()) and stage[0] not in own
 
     def take(self, var: Any, dim: int, split: Split) -> None:
         """Split a dim, as far as that is compatible with the other splits of the tensor."""

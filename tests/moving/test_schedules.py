@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import gshard
-from gshard.moving import boxes, plan
+from gshard.moving import plan, routes
 from gshard.moving.costs import cost_model
 from gshard.moving.nodes import planned_bytes
 from gshard.moving.plan import plan_reshard, reshard_cost
@@ -76,7 +76,7 @@ def test_every_element_is_sent_once_and_its_holders_take_turns(case):
     shape, source, target = case
     if 0 in shape:
         return
-    pieces = boxes._pieces(source, target, shape)
+    pieces = routes._pieces(source, target, shape)
     got = np.zeros((source.num_devices, *shape), int)
     turns: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
     for piece in pieces:
@@ -92,7 +92,7 @@ def test_every_element_is_sent_once_and_its_holders_take_turns(case):
     for index, senders in turns.items():
         counts = [senders[d] for d in np.flatnonzero(source.tile_index == index)]
         assert max(counts) - min(counts) <= 1
-    for part in boxes.plan_boxes(source, target, shape):
+    for part in routes.plan_boxes(source, target, shape):
         assert all(b <= n for b, n in zip(part.box, shape, strict=True))
 
 

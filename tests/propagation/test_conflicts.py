@@ -1,5 +1,6 @@
 """Propagation where splits conflict: what it costs over the whole program decides."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -196,6 +197,53 @@ def test_pairs_are_split_by_the_row_that_is_cheaper(name, twice):
     assert "test_conflicts.py:" in conflict.lost
     if name == "by columns first":
         check(PAIRS[name], x, x, inputs=[even_split(2, 0, 8)] * 2, rtol=1e-3, atol=1e-3)
+
+
+def scores(order, over):
+    """Something of every query and key, summed over either."""
+    return lambda x: jnp.tanh(x @ x.T if order else (2 * x @ x.T).T).sum(over)
+
+
+def computed(order, over):
+    """Differences of all pairs of what is computed from rows, and not of the rows themselves."""
+
+    def fn(x):
+        v = jnp.sin(x[:, 0])
+        d = v[:, None] - v[None] if order else jnp.subtract.outer(v, v).T
+        return (d * jnp.exp(-d * d)).sum(over)
+
+    return fn
+
+
+def test_either_row_of_a_pair_may_be_split_whatever_it_is_computed_from():
+    """One row of each pair is gathered, whichever is first and whichever is summed over."""
+    x, cases = random_array((512, 3)), itertools.product([computed, scores], [False, True], [0, 1])
+    for made, order, over in cases:
+        fn = made(order, over)
+        lowered = gshard.jit(lambda x, fn=fn: fn(gshard.split(x, 0, 8)), devices=8).lower(x)
+        assert kinds(lowered) == {"all_gather": 1}, (made, order, over)
+        assert sent(lowered) == 64 * (1 if made is computed else 3) * 4 * 7
+        (conflict,) = lowered.conflicts
+        assert conflict.cost < conflict.instead
+        assert conflict.kept != conflict.lost
+    check(computed(True, 0), x, inputs=[even_split(2, 0, 8)], rtol=1e-3, atol=1e-3)
+
+
+def test_a_product_of_three_is_weighed_whichever_operand_is_first():
+    """Both indices of the matrix between them are split: one of two partial products is summed."""
+    one, other = (jax.ShapeDtypeStruct((32, n), np.float32) for n in (64, 256))
+    w = jax.ShapeDtypeStruct((64, 256), np.float32)
+
+    def fn(spec, *operands):
+        split = [gshard.split(x, 1, 8) for x in operands[:2]]
+        return jnp.einsum(spec, *split, operands[2])
+
+    found = [
+        gshard.jit(lambda *a, s=spec: fn(s, *a), devices=8).lower(*arguments, w)
+        for spec, *arguments in (("bi,bj,ij->b", one, other), ("bj,bi,ij->b", other, one))
+    ]
+    # The smaller partial product, and the sum of 32 numbers.
+    assert [sent(lowered) for lowered in found] == [32 * 64 * 4 * 7 // 8 + 2 * 32 * 4 * 7 // 8] * 2
 
 
 def test_choices_that_spread_to_the_same_tensors_are_tried_once():
