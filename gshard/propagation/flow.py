@@ -11,7 +11,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -105,6 +105,20 @@ class ProgramCost(NamedTuple):
         return self.cost < other.cost
 
 
+@dataclass(eq=False)
+class OperatorTable:
+    """What is known of operators that are alike, for all propagations of a lowering.
+
+    By their keys: the dims, the splits that they pass on (`spread`), numbers that are equal where
+    equal shardings cost the same, and by these numbers and shardings the costs.
+    """
+
+    dims: dict[Any, Dims] = field(default_factory=dict)
+    offers: dict[Any, Any] = field(default_factory=dict)
+    numbers: dict[Any, int] = field(default_factory=dict)
+    costs: dict[Any, EdgeCost] = field(default_factory=dict)
+
+
 class Flow:
     """A program as tensors and the edges between them, through which splits spread."""
 
@@ -114,7 +128,9 @@ class Flow:
         num_devices: int,
         memory_limit: int = MEMORY_LIMIT,
         fixed: Mapping[Any, Sharding] = NOTHING,
+        table: OperatorTable | None = None,
     ):
+        self.table = table or OperatorTable()
         self.num_devices = num_devices
         self.memory_limit = memory_limit  # bytes of a loop's constants that may be gathered for it
         self.invariants: dict[JaxprEqn, list[Any]] = {}  # of loops, inside them
@@ -125,10 +141,7 @@ class Flow:
         self.manual: set[Any] = set()  # variables of manual regions
         self.edges: list[Edge] = []
         self.kinds: dict[JaxprEqn, int] = {}  # the keys of equations
-        self.dims: dict[Any, Dims] = {}  # by these keys
         self.loops: dict[Jaxpr, Loop | None] = {jaxpr: None}  # and the bodies of its loops
-        self.offers: dict[Any, Any] = {}  # the splits that operators pass on (`spread`)
-        self.costs: dict[Any, EdgeCost] = {}  # by kinds of edges, and shardings
         known = -1
         while known != len(self.manual):  # what a loop begins with may turn out to be manual, too
             known, self.edges = len(self.manual), []
@@ -202,7 +215,7 @@ class Flow:
         A value that several operators need under one sharding, or transposed, is moved once, and
         partial sums that are added are reduced once. Equal operators are priced once.
         """
-        work, total, costs, priced = 0.0, 0.0, self.costs, self.priced
+        work, total, costs, priced = 0.0, 0.0, self.table.costs, self.priced
         moved: set[tuple[Any, Sharding]] = set()
         for edge in self.edges if edges is None else edges:
             key = (priced[edge], *map(shardings.__getitem__, edge.named))
@@ -222,7 +235,7 @@ class Flow:
     @functools.cached_property
     def priced(self) -> dict[Edge, int]:
         """A number of every edge, equal where equal shardings cost the same."""
-        numbers: dict[Any, int] = {}
+        numbers = self.table.numbers
         return {e: numbers.setdefault((e.kind, *self.shared(e)), len(numbers)) for e in self.edges}
 
     def shared(self, edge: Edge) -> tuple[float, tuple[float, ...]]:
@@ -289,9 +302,9 @@ class Flow:
             if eqn.primitive in RULES:
                 rule, kind = RULES[eqn.primitive], equation_key(eqn)
                 factors, atoms = factors_of(rule, eqn, kind), (eqn.invars, eqn.outvars)
-                dims = self.dims.get(kind) or Dims.of(factors, *atoms)
+                dims = self.table.dims.get(kind) or Dims.of(factors, *atoms)
                 if kind is not None:
-                    self.kinds[eqn], self.dims[kind] = kind, dims
+                    self.kinds[eqn], self.table.dims[kind] = kind, dims
                 place = len(self.edges)
                 self.edges.append(Edge(place, factors, atoms, rule.level, eqn, runs, dims, kind))
 

@@ -43,7 +43,7 @@ from gshard.moving.costs import (
     cost_model,
     use_cost_model,
 )
-from gshard.propagation.flow import Flow
+from gshard.propagation.flow import Flow, OperatorTable
 from gshard.propagation.spread import NO_GROUP, Candidate, DimGroups, Spread
 from gshard.rules.base.uses import Uses
 from gshard.tensors.sharding import Sharding, Split
@@ -93,17 +93,19 @@ def propagate(
     given: Mapping[Any, Sharding] | None = None,
     memory_limit: int = MEMORY_LIMIT,
     inside: Mapping[Any, Sharding] | None = None,
+    table: OperatorTable | None = None,
 ) -> Propagated:
     """A sharding for every variable of the program and of the bodies in it.
 
     `given` are the current shardings of arguments, as binding as annotations, except that a
     replicated one may be split, which sends nothing, unless that costs more later. Invariants of a
     loop that take at most `memory_limit` bytes in all may be gathered before it. Variables
-    `inside` the program are held to their shardings, except those that a rewrite has removed.
+    `inside` the program are held to their shardings, except those that a rewrite has removed. The
+    `table` has what earlier propagations with the same devices and costs found of operators.
     """
     split = {var: sharding for var, sharding in (given or {}).items() if any(sharding.splits)}
     replicated = dict.fromkeys(var for var in given or () if var not in split)
-    flow = Flow(closed.jaxpr, num_devices, memory_limit, {**(inside or {}), **split})
+    flow = Flow(closed.jaxpr, num_devices, memory_limit, {**(inside or {}), **split}, table)
     with use_cost_model(_for_many_collectives(cost_model())):
         spread, conflicts = _SplitSearch(flow).best({}, flow.constants, replicated)
     return Propagated(spread.shardings, conflicts, flow.kinds, flow.uses)

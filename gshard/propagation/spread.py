@@ -162,9 +162,9 @@ class Spread:
         """
         splits = [self.splits[v] for v in edge.variables]
         key = (edge.kind, forwards, *splits, *dims)
-        found = self.flow.offers.get(key)
+        found = self.flow.table.offers.get(key)
         if found is None:
-            found = self.flow.offers[key] = list(_offers(edge, forwards, splits, dims))
+            found = self.flow.table.offers[key] = list(_offers(edge, forwards, splits, dims))
         return found
 
     @functools.cached_property

@@ -10,6 +10,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from gshard.graph.history import History
+from gshard.propagation.flow import OperatorTable
 from gshard.propagation.propagate import Propagated, propagate
 from gshard.propagation.rewrites.align_windows import align_windows
 from gshard.propagation.rewrites.batch_alike import batch_alike
@@ -61,8 +62,10 @@ def shard(
     arguments = zip(flat.jaxpr.invars, known.arguments, strict=True)
     given = {var: sharding for var, sharding in arguments if sharding is not None}
 
+    table = OperatorTable()
+
     def propagated(flat: ClosedJaxpr) -> Propagated:
-        return propagate(flat, count, given, limit, known.inside)
+        return propagate(flat, count, given, limit, known.inside, table)
 
     found = propagated(flat)
     history.add("propagate", flat.jaxpr, found.note)
