@@ -22,7 +22,8 @@ from gshard.moving.partial import _in_pairs
 from gshard.moving.recompute import Made, Rows, _needed
 from gshard.planning.improve.combine import combinations_of
 from gshard.planning.planner import Planner
-from gshard.propagation.spread import Spread
+from gshard.propagation.flow import Flow
+from gshard.propagation.spread import DimGroups, Spread
 from gshard.rules.base.rule import RULES
 from gshard.rules.base.ways import FactorSplit
 from gshard.rules.control import _summed_if_large
@@ -249,11 +250,12 @@ def test_a_tile_of_another_size_is_evened_out_before_an_operator_runs_in_place()
 
 @pytest.mark.parametrize(("tiles", "room"), [(1, (0, 1)), (2, (1,)), (4, (1,)), (8, ())])
 def test_a_split_leaves_room_for_another_while_two_devices_have_the_same_tile(tiles, room):
-    flow = SimpleNamespace(num_devices=D, closed={})
+    flow = SimpleNamespace(num_devices=D, closed={}, open={"x": room}, given={"x": (None, None)})
     split = by(tiles, 1).splits[0] if tiles > 1 else None
+    assert tuple(Flow.open_dims(flow, "x", (split, None))) == room
+    flow.edges = ()
     for held, dims in (((), room), (("x",), ())):
-        spread = SimpleNamespace(held=held, splits={"x": (split, None)}, flow=flow)
-        assert tuple(Spread.open_dims(spread, "x")) == dims
+        assert Spread(flow, DimGroups(), held).open["x"] == dims
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("sum", True), ("max", False)])
