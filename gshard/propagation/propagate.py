@@ -250,9 +250,9 @@ def _grouped(flow: Flow) -> DimGroups:
             edges.setdefault(group, set()).add(edge.place)
     sources: dict[int, set[int]] = {}
     for other, node in source.items():  # those of `node` are known by then
-        found = {group_of[node], *sources.get(group_of[node], ())} - {group_of[other]}
-        sources.setdefault(group_of[other], set()).update(found)
-        edges[group_of[other]].update(*(edges[group] for group in found))
+        own = {group_of[node], *sources.get(group_of[node], ())} - {group_of[other]}
+        sources.setdefault(group_of[other], set()).update(own)
+        edges[group_of[other]].update(*(edges[group] for group in own))
     return DimGroups(of, candidates, edges, sources)
 
 
