@@ -149,3 +149,35 @@ def _floats_of_bytes(x: Any) -> Any:
     x = split(x * 2, 2, 4)
     y = lax.bitcast_convert_type(x, jnp.float32)  # here
     return y
+
+
+def _pad(x: Any, first: int, number: float = 0.0) -> Any:
+    return lax.pad(x, number, [(first, 2 - first, 0), (0, 0, 0)])
+
+
+@given(array(16, 3))
+def _overlapping(x: Any) -> Any:
+    x = jnp.tanh(split(x * 2, 0, 8))
+    y = (_pad(x, 0) + _pad(x, 1))[1:17]  # here
+    return y + 1
+
+
+@given(array(16, 3))
+def _subtracted(x: Any) -> Any:
+    x = jnp.tanh(split(x * 2, 0, 8))
+    y = (_pad(x, 0) - _pad(x, 2))[1:17]  # here
+    return y + 1
+
+
+@given(array(16, 3))
+def _in_sevens(x: Any) -> Any:
+    x = jnp.tanh(split(x * 2, 0, 8))
+    y = (_pad(x, 0, 7.0) + _pad(x, 2, 7.0))[1:17]  # here
+    return y + 1
+
+
+@given(array(16, 30, dtype="int32"), array(16, 30, dtype="int32"))
+def _divided_sums(x: Any, z: Any) -> Any:
+    x, z = split(x * 2, 0, 8), split(z * 2, 0, 8)
+    y = lax.div(jnp.sum(x, 0), jnp.int32(3)) + lax.div(jnp.sum(z, 0), jnp.int32(5))  # here
+    return y + 1
