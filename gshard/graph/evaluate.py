@@ -75,4 +75,4 @@ def equations_of(
     names |= zip(jaxpr.outvars, results, strict=False)
     info = {"ctx": like.ctx, "source_info": like.source_info} if like else {}
     equations = [renamed(eqn, names, **info) for eqn in jaxpr.eqns]
-    return equations, [names.get(v, v) for v in jaxpr.outvars]
+    return equations, [v if isinstance(v, Literal) else names[v] for v in jaxpr.outvars]

@@ -6,6 +6,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p, private_primitives
+from gshard.rules.base.primitives import edge_p
 from gshard.rules.base.rule import (
     Context,
     Doc,
@@ -25,9 +26,9 @@ from gshard.tensors.tile import Tile
 
 
 def one_to_one(eqn: JaxprEqn) -> Factors:
-    """Result i is operand i, whatever the dims."""
+    """Result i is operand i, whatever the dims; there may be fewer results."""
     names = [[f"v{i}d{d}" for d in range(len(a.aval.shape))] for i, a in enumerate(eqn.invars)]
-    return Factors.of(eqn, names, names, ordered=())
+    return Factors.of(eqn, names, names[: len(eqn.outvars)], ordered=())
 
 
 MARKS = (annotate_p, p.sharding_constraint_p)  # the operand, under another sharding
@@ -48,8 +49,11 @@ POINTWISE = (
 @rule(
     optimization_barrier_p,
     p.device_put_p,
+    edge_p,
     factors=one_to_one,
-    ways=lambda eqn, shardings, targets, limit: [Way(tuple(shardings), tuple(shardings))],
+    ways=lambda eqn, shardings, targets, limit: [
+        Way(tuple(shardings), tuple(shardings[: len(eqn.outvars)]))
+    ],
     level=0,
     doc=Doc(free="every dim"),
 )
@@ -61,7 +65,8 @@ def _each_by_itself(
         arrays = optimization_barrier_p.bind(*(t.array for t in tiles))
     else:
         arrays = [t.array for t in tiles]
-    return [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, tiles, strict=True)]
+    own = tiles[: len(eqn.outvars)]
+    return [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, own, strict=False)]
 
 
 _ONE, _BOTH, _EITHER = linear_in((0,)), linear_in((0, 1), run=added), linear_in((0,), (1,))

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray
+from jax.extend.core import Primitive
 
 from gshard._jax import mlir
 from gshard.graph.row_map import Layer, shape_of
@@ -27,3 +28,10 @@ def _row_map_aval(*operands: Any, layers: tuple[Layer, ...]) -> ShapedArray:
 
 
 mlir.register_lowering(row_map_p, mlir.lower_fun(_row_map, multiple_results=False))
+
+# The first operand, where it enters or leaves a `recursion`: then the others are what it is made of
+# (`capture.simplify.recursions`), and `number` is that of a result or gradient.
+edge_p = Primitive("edge")
+edge_p.def_impl(lambda x, *_, **__: x)
+edge_p.def_abstract_eval(lambda x, *_, **__: x)
+mlir.register_lowering(edge_p, lambda ctx, x, *_, **__: [x])
