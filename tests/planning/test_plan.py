@@ -91,27 +91,29 @@ def test_a_dump_has_a_file_for_every_stage(tmp_path):
     paths = gshard.jit(fn).lower(jnp.ones((16, 4))).dump(tmp_path)
     assert [path.stem for path in paths] == [
         "00-flatten",
-        "01-fold_permutation_checks",
-        "02-compose_row_maps",
-        "03-transpose_products",
-        "04-propagate",
-        "05-batch_alike",
-        "06-unstack_rows",
-        "07-compute_in_parts",
-        "08-align_windows",
-        "09-exchange_by_expert",
-        "10-ring_attention",
-        "11-plan",
-        "12-share",
-        "13-drop_unused",
-        "14-expand",
-        "15-combine",
-        "16-emit",
+        "01-mark_recursions",
+        "02-fold_permutation_checks",
+        "03-compose_row_maps",
+        "04-transpose_products",
+        "05-propagate",
+        "06-block_scans",
+        "07-batch_alike",
+        "08-unstack_rows",
+        "09-compute_in_parts",
+        "10-align_windows",
+        "11-exchange_by_expert",
+        "12-ring_attention",
+        "13-plan",
+        "14-share",
+        "15-drop_unused",
+        "16-expand",
+        "17-combine",
+        "18-emit",
     ]
-    composed = paths[2].read_text()
+    composed = paths[3].read_text()
     (line,) = [line for line in composed.split("\n") if "row_map[" in line]
     assert line.startswith(">")
-    assert "# not applied: there is no ragged product" in paths[9].read_text()
-    assert "halo[" in paths[11].read_text()
-    assert "collective-permute[" in paths[14].read_text()
-    assert "ppermute[" in paths[16].read_text()
+    assert "# not applied: there is no ragged product" in paths[11].read_text()
+    assert "halo[" in paths[13].read_text()
+    assert "collective-permute[" in paths[16].read_text()
+    assert "ppermute[" in paths[18].read_text()

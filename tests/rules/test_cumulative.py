@@ -111,7 +111,7 @@ def test_gradients(name):
 def test_associative_scan():
     x = random_array((13, 2))
     check(
-        lambda x: lax.associative_scan(lambda a, b: a * b + a, x),
+        lambda x: lax.associative_scan(lambda a, b: a * b + a + b, x),
         x,
         devices=4,
         inputs=[even_split(2, 0, 4)],

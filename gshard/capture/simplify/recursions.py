@@ -13,206 +13,45 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var
+from gshard.capture.simplify.associative import (
+    Recursion,
+    are_equal,
+    odd_rows,
+    recursion_of,
+    scan,
+)
 from gshard.capture.simplify.passes import in_every_body
-from gshard.graph import LOOPS, Graph, in_order, renamed, replacing
-from gshard.graph.evaluate import bind
+from gshard.graph import Graph, in_order, renamed, replacing
 from gshard.graph.regions import with_calls_inlined
 from gshard.rules.base.primitives import edge_p
 
 _MOST = 32  # choices of cotangents that are tried
-_DEPTH = 64  # operators, one after the other, that combine rows
-
-
-@dataclass(frozen=True)
-class Recursion:
-    """A scan along `axis`, by equations that combine rows `before` with rows `after` them.
-
-    `sizes` are the places in parameters of equations that are numbers of rows. Where a gradient is
-    marked, `cotangents` are the numbers of the results whose cotangents it is made of. Recursions
-    with the same text are equal: layers that are alike stay alike.
-    """
-
-    text: str
-    axis: int
-    reverse: bool
-    cotangents: tuple[int, ...]
-    eqns: tuple[JaxprEqn, ...] = field(compare=False, repr=False)
-    sizes: Mapping[JaxprEqn, Mapping[str, Sequence[int]]] = field(compare=False, repr=False)
-    before: tuple[Any, ...] = field(compare=False, repr=False)
-    after: tuple[Any, ...] = field(compare=False, repr=False)
-    constants: tuple[Any, ...] = field(compare=False, repr=False)
-    results: tuple[Any, ...] = field(compare=False, repr=False)
-
-    def combine(self, constants: Sequence[Any]) -> Callable[..., list[Any]]:
-        """The function of any number of rows."""
-
-        def combined(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
-            names = (*self.before, *self.after, *self.constants)
-            known = dict(zip(names, (*before, *after, *constants), strict=True))
-            rows = before[0].shape[self.axis]
-            for eqn in self.eqns:
-                changed = {k: list(eqn.params[k]) for k in self.sizes[eqn]}
-                for name, places in self.sizes[eqn].items():
-                    for place in places:
-                        changed[name][place] = rows
-                values = [a.val if isinstance(a, Literal) else known[a] for a in eqn.invars]
-                new = bind(eqn, values, **{k: tuple(v) for k, v in changed.items()})
-                known.update(zip(eqn.outvars, new, strict=True))
-            return [known[v] for v in self.results]
-
-        return combined
-
-    def scan(self, elements: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
-        """As JAX computes it."""
-        combine = self.combine(constants)
-        return lax.associative_scan(combine, list(elements), self.reverse, self.axis)
+NOTHING = -1  # instead of the number of a gradient: no term of it is left
 
 
 @in_every_body
 def mark_recursions(graph: Graph) -> list[JaxprEqn]:
     """The equations, with marks where tensors enter and leave an associative scan."""
-    runs = [list(own) for _, own in itertools.groupby(_odd_rows(graph), lambda found: found[1:])]
+    runs = [list(own) for _, own in itertools.groupby(odd_rows(graph), lambda found: found[2])]
     changed = _Marks()
-    sizes = [(*run[0][1:], len(run)) for run in runs]
-    for n, (axis, rows, count) in enumerate(sizes[:-2]):
-        inside = n > 0 and sizes[n - 1] in [(axis, 2 * rows + odd, count) for odd in (0, 1)]
-        if not inside and sizes[n : n + 3] == [(axis, rows >> k, count) for k in range(3)]:
-            levels = runs[n : n + 3]
-            found = _recursion(graph, axis, [[e.invars[0] for e, *_ in own] for own in levels])
+    sizes = [(run[0][2], tuple(axis for _, axis, _ in run)) for run in runs]
+    for n, (rows, axes) in enumerate(sizes[:-2]):
+        inside = n > 0 and sizes[n - 1] in [(2 * rows + odd, axes) for odd in (0, 1)]
+        if not inside and sizes[n : n + 3] == [(rows >> k, axes) for k in range(3)]:
+            levels = [[eqn.invars[0] for eqn, *_ in run] for run in runs[n : n + 3]]
+            found = recursion_of(graph, axes, levels)
             if found:
                 _mark(graph, *found, changed)
     return in_order(list(changed.eqns(graph))) if changed.before else graph.eqns
-
-
-def _odd_rows(graph: Graph) -> Iterator[tuple[JaxprEqn, int, int]]:
-    """The slices of every other row from the second on, with their dim and all its rows."""
-    for eqn in graph.eqns:
-        if eqn.primitive is p.slice_p and eqn.params["strides"] is not None:
-            shape = eqn.invars[0].aval.shape
-            axis = next((d for d, s in enumerate(eqn.params["strides"]) if s != 1), 0)
-            if _is_half(eqn, axis, 1):
-                yield eqn, axis, shape[axis]
-
-
-def _is_half(eqn: JaxprEqn, axis: int, first: int) -> bool:
-    """Whether an equation takes every other row of a dim, as the recursion does."""
-    if eqn.primitive is not p.slice_p or eqn.params["strides"] is None:
-        return False
-    shape = eqn.invars[0].aval.shape
-    wanted = [
-        (first, n - 1 + first, 2) if d == axis else (0, n, 1) for d, n in enumerate(shape)
-    ]
-    names = ("start_indices", "limit_indices", "strides")
-    return list(zip(*(eqn.params[name] for name in names), strict=True)) == wanted
-
-
-# ---------------------------------------------------------------- the function of two rows
-
-
-def _recursion(
-    graph: Graph, axis: int, levels: Sequence[Sequence[Any]]
-) -> tuple[Recursion, list[Any]] | None:
-    """The recursion of which these are the elements on three levels, and its elements.
-
-    Elements that are all reversed are those of a reversed scan.
-    """
-    halves = []
-    for level in levels[:2]:
-        of_level = [(v, first) for first in (0, 1) for v in level]
-        found = [
-            next((e.outvars[0] for e in graph.users(v) if _is_half(e, axis, first)), None)
-            for v, first in of_level
-        ]
-        halves.append(found)
-    if None in halves[0] or None in halves[1]:
-        return None
-    template = _Template(graph, dict(zip(*halves, strict=True)))
-    if not all(map(template.are_alike, levels[1], levels[2])):
-        return None
-    elements, count = list(levels[0]), len(levels[0])
-    makers = [graph.maker(v) for v in elements]
-    turned = [m for m in makers if m and m.primitive is p.rev_p]
-    reverse = len(turned) == count and all(m.params["dimensions"] == (axis,) for m in turned)
-    eqns = template.eqns
-    text = str([(e.primitive.name, e.params, [v.aval for v in e.outvars]) for e in eqns])
-    recursion = Recursion(
-        text,
-        axis,
-        reverse,
-        (),
-        tuple(eqns),
-        eqns,
-        (*halves[0][:count],),
-        (*halves[0][count:],),
-        (*template.constants,),
-        (*levels[1],),
-    )
-    return recursion, [m.invars[0] for m in turned] if reverse else elements
-
-
-class _Template:
-    """Equations that occur on two levels, with other numbers of rows: where these are."""
-
-    def __init__(self, graph: Graph, pairs: Mapping[Any, Any]):
-        self.graph = graph
-        self.pairs = dict(pairs)  # variables of both levels
-        self.eqns: dict[JaxprEqn, dict[str, list[int]]] = {}  # of the first, in order
-        self.constants: dict[Any, None] = {}
-
-    def are_alike(self, one: Any, other: Any, depth: int = _DEPTH) -> bool:
-        """Whether two atoms are the same function of what is known to be alike."""
-        if isinstance(one, Literal) or isinstance(other, Literal):
-            return _are_equal(one, other)
-        if one in self.pairs:
-            return self.pairs[one] is other
-        if one is other:
-            self.constants[one] = None
-            return True
-        makers = self.graph.maker(one), self.graph.maker(other)
-        first, second = makers
-        if not (first and second and depth):
-            return False
-        alike = first.primitive is second.primitive and len(first.outvars) == len(second.outvars)
-        if not alike or first.effects or first.primitive in LOOPS:
-            return False
-        sizes = _sizes(first, second)
-        both = zip(first.invars, second.invars, strict=True)
-        if sizes is None or not all(self.are_alike(*pair, depth - 1) for pair in both):
-            return False
-        self.eqns[first] = sizes
-        self.pairs.update(zip(first.outvars, second.outvars, strict=True))
-        return self.pairs[one] is other
-
-
-def _sizes(one: JaxprEqn, other: JaxprEqn) -> dict[str, list[int]] | None:
-    """Where parameters of two equations differ, in tuples of numbers; None if elsewhere."""
-    found: dict[str, list[int]] = {}
-    for name, value in one.params.items():
-        instead = other.params[name]
-        if value == instead:
-            continue
-        if not isinstance(value, tuple) or len(value) != len(instead):
-            return None
-        found[name] = [k for k, pair in enumerate(zip(value, instead)) if pair[0] != pair[1]]
-    return found
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two literals are."""
-    if not (isinstance(one, Literal) and isinstance(other, Literal)):
-        return False
-    return one.aval.dtype == other.aval.dtype and np.array_equal(one.val, other.val)
 
 
 # ---------------------------------------------------------------- the program and JAX's recursion
@@ -255,7 +94,9 @@ class _Match:
 
     def _is_value(self, atom: Any, name: Any) -> bool:
         if isinstance(name, Literal):
-            return _are_equal(atom, name)
+            return are_equal(atom, name)
+        if not name.aval.size:  # the same, whatever it was computed by
+            return atom.aval.shape == name.aval.shape
         if name in self.vars:
             return not isinstance(atom, Literal) and atom in self.vars[name]
         maker = self.graph.maker(atom) if name in self.makers else None
@@ -306,19 +147,21 @@ def _mark(graph: Graph, recursion: Recursion, elements: list[Any], marks: _Marks
     structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in inputs]
     count = len(elements)
 
-    def forward(values: Sequence[Any]) -> list[Any]:
-        return recursion.scan(values[:count], values[count:])
+    def forward(values: Sequence[Any], uses: Sequence[Any] = ()) -> list[Any]:
+        combine = recursion.combine(values[count:])
+        return scan(combine, values[:count], recursion.axes, recursion.reverse, uses)
 
-    jaxpr = jax.make_jaxpr(lambda *values: forward(values))(*structs).jaxpr
+    try:
+        jaxpr = jax.make_jaxpr(lambda *values: forward(values))(*structs).jaxpr
+    except (TypeError, ValueError):  # of two numbers of rows, and not of any
+        return
     match = _Match(graph, zip(jaxpr.invars, inputs, strict=True))
     scanned = match.run(jaxpr)
-    if not scanned:
-        return
     found = list[_Gradient]()
     if not _is_closed(graph, match.eqns, scanned.values()):
-        found = list(_gradients(graph, forward, structs, inputs, scanned))
+        found = list(_gradients(graph, forward, inputs, recursion, scanned or range(count)))
     eqns = {**match.eqns, **{e: None for g in found for e in g.eqns}}
-    leaving = [*scanned.values(), *(own for g in found for own in g.results.values())]
+    leaving = [*scanned.values(), *(own for g in found for own in g.terms.values())]
     if not _is_closed(graph, eqns, leaving):
         return
     own = [eqn for eqn in graph.eqns if eqn in eqns]
@@ -329,68 +172,99 @@ def _mark(graph: Graph, recursion: Recursion, elements: list[Any], marks: _Marks
     for gradient in found:
         of = marks.enter(list(gradient.cotangents.values()), own)
         by = dataclasses.replace(recursion, cotangents=tuple(gradient.cotangents))
-        for number, equal in gradient.results.items():
-            for var in equal:
-                marks.leave(graph, var, [*entered, *of], number, by)
+        for number, terms in gradient.terms.items():
+            for n, var in enumerate(terms):  # the sum for the first, and nothing for the others
+                marks.leave(graph, var, [*entered, *of], number if n == 0 else NOTHING, by)
 
 
 class _Gradient(NamedTuple):
-    """Cotangents of results of a scan, by number, and the gradients of its elements."""
+    """Cotangents of results of a scan, by number, and the gradients of its inputs.
+
+    The program adds up those of the uses of an element, maybe after others: each is by itself.
+    """
 
     cotangents: dict[int, Any]
-    results: dict[int, Any]
+    terms: dict[int, list[Any]]
     eqns: Mapping[JaxprEqn, None]
 
 
 def _gradients(
     graph: Graph,
-    forward: Callable[[Sequence[Any]], list[Any]],
-    structs: Sequence[Any],
+    forward: Callable[..., list[Any]],
     inputs: Sequence[Any],
-    scanned: Mapping[int, Any],
+    recursion: Recursion,
+    scanned: Iterable[int],
 ) -> Iterator[_Gradient]:
     """The gradients of a scan that a program has, for all choices of results."""
-    floats = [n for n in scanned if jnp.issubdtype(structs[n].dtype, np.inexact)]
+    structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in inputs]
     moved = [n for n, s in enumerate(structs) if jnp.issubdtype(s.dtype, np.inexact)]
-    count = len(structs)
-    sizes = range(len(floats), 0, -1)
+    floats, count, made = [n for n in scanned if n in moved], len(structs), set[Any]()
+    copies = 1 if recursion.reverse else _USES
+    numbers = [n for n in moved for _ in range(copies if n < len(recursion.axes) else 1)]
+    sizes, found = range(len(floats), 0, -1), list[Any]()
     for chosen in itertools.chain(*(itertools.combinations(floats, size) for size in sizes)):
 
         def backward(*values: Any, chosen: Sequence[int] = chosen) -> Any:
             def of_floats(*own: Any) -> list[Any]:
-                every = dict(enumerate(values[:count])) | dict(zip(moved, own, strict=True))
-                results = forward(list(every.values()))
+                every = {n: [x] * copies for n, x in enumerate(values[:count])}
+                every |= {
+                    n: [x for x, m in zip(own, numbers, strict=True) if m == n] for n in moved
+                }
+                first = [own[0] for own in every.values()]
+                uses = [*zip(*list(every.values())[: len(recursion.axes)], strict=True)]
+                results = forward(first, uses if copies > 1 else ())
                 return [results[n] for n in chosen]
 
-            _, transposed = jax.vjp(of_floats, *(values[n] for n in moved))
+            _, transposed = jax.vjp(of_floats, *(values[n] for n in numbers))
             return transposed(list(values[count:]))
 
-        cotangents = [structs[n] for n in chosen]
-        jaxpr = jax.make_jaxpr(backward)(*structs, *cotangents).jaxpr
+        jaxpr = jax.make_jaxpr(backward)(*structs, *(structs[n] for n in chosen)).jaxpr
         options = [_readers(graph, jaxpr, v, inputs) for v in jaxpr.invars[count:]]
         for atoms in itertools.islice(itertools.product(*options), _MOST):
             match = _Match(graph, zip(jaxpr.invars, (*inputs, *atoms), strict=True))
-            found = match.run(jaxpr)
-            if found:
-                results = {moved[n]: equal for n, equal in found.items()}
-                yield _Gradient(dict(zip(chosen, atoms, strict=True)), results, match.eqns)
+            cotangents = dict(zip(chosen, atoms, strict=True))
+            found.append((cotangents, match.run(jaxpr), match.eqns))
+    # The most terms of the fewest cotangents first; others are of what is left.
+    for cotangents, results, eqns in sorted(found, key=lambda own: (-len(own[1]), len(own[0]))):
+        terms: dict[int, list[Any]] = {}
+        for place, equal in results.items():
+            terms.setdefault(numbers[place], []).extend(v for v in equal if v not in made)
+        made.update(v for own in terms.values() for v in own)
+        if any(terms.values()) and all(_are_added(graph, own) for own in terms.values()):
+            yield _Gradient(cotangents, terms, eqns)
+
+
+_USES = 4  # of an element, by the recursion
+
+
+def _are_added(graph: Graph, terms: Sequence[Any]) -> bool:
+    """Whether nobody reads terms but the equations that add all of them up."""
+
+    def sums(var: Any) -> Iterator[Any]:
+        while graph.uses(var) == 1 and len(graph.users(var)) == 1:
+            (user,) = graph.users(var)
+            if user.primitive not in (p.add_p, p.add_jaxvals_p):
+                return
+            (var,) = user.outvars
+            yield var
+
+    return len(terms) < 2 or bool(set.intersection(*(set(sums(v)) for v in terms)))
 
 
 def _readers(graph: Graph, jaxpr: Jaxpr, name: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The variables that are read as a reference first reads one of its own."""
-    first = next((e for e in jaxpr.eqns if any(name is a for a in e.invars)), None)
-    if first is None:
-        return []
-    place = next(n for n, a in enumerate(first.invars) if a is name)
-    found = (
-        eqn.invars[place]
-        for eqn in graph.eqns
-        if eqn.primitive is first.primitive
-        and eqn.params == first.params
-        and eqn.invars[place].aval.shape == name.aval.shape
-        and not isinstance(eqn.invars[place], Literal)
-    )
-    return [a for a in dict.fromkeys(found) if not any(a is b for b in inputs)]
+    """The variables that are read as a reference reads one of its own, by itself."""
+    found: list[set[Any]] = []
+    for own in jaxpr.eqns:
+        if (
+            own.invars
+            and own.invars[0] is name
+            and all(isinstance(a, Literal) for a in own.invars[1:])
+        ):
+            alike = (e for e in graph.eqns if e.primitive is own.primitive)
+            found.append({e.invars[0] for e in alike if e.params == own.params
+                          and not isinstance(e.invars[0], Literal)
+                          and e.invars[0].aval.shape == name.aval.shape})  # fmt: skip
+    return [v for v in set.intersection(*found) if v not in inputs] if found else []
 
 
 def _is_closed(
@@ -399,6 +273,7 @@ def _is_closed(
     """Whether nobody else reads what equations make, but for what leaves them."""
     left = {v for equal in leaving for v in equal}
     inner = {v for eqn in eqns for v in eqn.outvars if v not in left}
-    read = all(user in eqns for v in inner for user in graph.users(v))
+    users = (user for v in inner for user in graph.users(v))
+    read = all(e in eqns or not any(v.aval.size for v in e.outvars) for e in users)
     results = (a for a in graph.results if not isinstance(a, Literal))
     return read and inner.isdisjoint(results)

@@ -23,7 +23,6 @@ from gshard.capture.simplify.row_maps import Origins, composed
 from gshard.graph import Graph, at_every_level, live, replacing
 from gshard.graph.row_map import Axis, Layer, constant, entire, through
 from gshard.graph.source import source_of
-from gshard.propagation.rewrites.border_sums import shifted_once
 from gshard.rules.base.layers import Layers
 from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import RULES, Elementwise
@@ -65,7 +64,7 @@ def align_windows(
             result in shardings and shardings.get(source) is shardings[result]
         )
 
-    eqns = shifted_once(composed(graph, near), jaxpr.outvars, shardings)
+    eqns = composed(graph, near)
     eqns = live(eqns, jaxpr.outvars)
     same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
     return jaxpr if same else jaxpr.replace(eqns=eqns)

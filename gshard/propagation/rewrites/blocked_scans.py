@@ -7,6 +7,7 @@ differentiates that program: for the gradient one more row of each tile is sent.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard.capture.simplify.recursions import Recursion
+from gshard.capture.simplify.associative import Recursion, scan
+from gshard.capture.simplify.recursions import NOTHING
 from gshard.graph import Graph, at_every_level, live, renamed
 from gshard.graph.evaluate import equations_of
 from gshard.graph.source import source_of
@@ -51,37 +53,38 @@ class _Scans:
     def __init__(self, graph: Graph, shardings: Mapping[Any, Sharding], remarks: list[str]):
         self.graph, self.shardings = graph, shardings
         self.blocked: dict[Any, list[JaxprEqn]] = {}
-        groups: dict[tuple[Any, ...], list[JaxprEqn]] = {}  # marks of equal scans and gradients
+        groups: dict[Any, dict[Any, list[JaxprEqn]]] = {}  # by what is scanned, and cotangents
         for eqn in graph.eqns:
-            if eqn.primitive is edge_p and eqn.params["recursion"]:
-                groups.setdefault(tuple(eqn.invars[1:]), []).append(eqn)
-        scans = {entered: own for entered, own in groups.items() if not _of(own).cotangents}
-        for entered, own in scans.items():
+            if eqn.primitive is edge_p and (recursion := eqn.params["recursion"]):
+                count = 1 + len(recursion.axes) + len(recursion.constants)
+                entered, more = tuple(eqn.invars[1:count]), tuple(eqn.invars[count:])
+                groups.setdefault(entered, {}).setdefault(more, []).append(eqn)
+        for entered, marks in groups.items():
             inputs = [graph.makers[v].invars[0] for v in entered]
-            blocks = self._blocks(_of(own), inputs)
-            if blocks is None:
-                continue
-            rows = inputs[0].aval.shape[blocks.recursion.axis]
-            place = f"at {source_of(own[0])}: an associative scan of {rows} rows"
-            remarks.append(f"{place} in {blocks.tiles} blocks")
-            count = len(inputs)
-            after = [g for key, g in groups.items() if key[:count] == entered and len(key) > count]
-            self._make(blocks, inputs, own, after[0] if after else [])
-            for gradient in after[1:]:
-                self._make(blocks, inputs, [], gradient)
+            scans, gradients = marks.get((), []), [own for more, own in marks.items() if more]
+            first, *others = gradients or [[]]
+            blocks = self._blocks(_of(scans or first), inputs)
+            if blocks is not None:
+                rows = inputs[0].aval.shape[blocks.recursion.axes[0]]
+                place = f"at {source_of((scans or first)[0])}: an associative scan"
+                remarks.append(f"{place} of {rows} rows in {blocks.tiles} blocks")
+                self._make(blocks, inputs, scans, first)
+                for own in others:
+                    self._make(blocks, inputs, [], own)
 
     def _blocks(self, recursion: Recursion, inputs: Sequence[Any]) -> _Blocks | None:
         """How a scan is divided; None if its dim is not split, or has fewer rows than tiles."""
-        axis, count = recursion.axis, len(recursion.results)
-        here = [self.shardings[v] for v in inputs[:count]]
-        splits = {s.splits[axis] for s in here}
+        axes = recursion.axes
+        here = [(self.shardings[v], axis) for v, axis in zip(inputs, axes, strict=False)]
+        splits = {s.splits[axis] for s, axis in here}
         split = splits.pop()
         if splits or split is None or split.idle or split.ragged:
             return None
-        tiles = split.tiles
-        whole = [Annotation.of_sharding("a row of each block", s.unsplit([axis])) for s in here]
-        many = inputs[0].aval.shape[axis] >= tiles
-        return _Blocks(recursion, tiles, tuple(whole)) if many else None
+        if inputs[0].aval.shape[axes[0]] < split.tiles:
+            return None
+        name = "a row of each block"
+        notes = [Annotation.of_sharding(name, s.unsplit([axis])) for s, axis in here]
+        return _Blocks(recursion, split.tiles, tuple(notes))
 
     def _make(
         self,
@@ -96,9 +99,12 @@ class _Scans:
         like = (scans or gradients)[0]
         if not gradients:
             made, _ = equations_of(
-                lambda *values: [blocks.scan(values)[n] for n in wanted], inputs, results, like
+                lambda *values: [*map(blocks.scan(values).__getitem__, wanted)],
+                inputs,
+                results,
+                like,
             )
-            self.blocked |= dict.fromkeys(results, []) | {results[0]: made}
+            self.blocked |= {v: [] for v in results} | {results[0]: made}
             return
         chosen = _of(gradients).cotangents
         moved = [n for n, a in enumerate(inputs) if jnp.issubdtype(a.aval.dtype, np.inexact)]
@@ -120,12 +126,16 @@ class _Scans:
         def backward(*values: Any) -> Any:
             count = len(kept) - len(wanted)
             found = jax.tree.unflatten(trees[0], values[:count])(list(values[count:]))
-            return [found[moved.index(eqn.params["number"])] for eqn in gradients]
+            every = dict(zip(moved, found, strict=True))
+            marks = [(eqn.params["number"], eqn.outvars[0].aval) for eqn in gradients]
+            return [jnp.zeros(a.shape, a.dtype) if n == NOTHING else every[n] for n, a in marks]
 
-        cotangents = [self.graph.makers[v].invars[0] for v in gradients[0].invars[1 + len(inputs) :]]
+        cotangents = [
+            self.graph.makers[v].invars[0] for v in gradients[0].invars[1 + len(inputs) :]
+        ]
         operands, own = [*kept[len(wanted) :], *cotangents], [e.outvars[0] for e in gradients]
         after, _ = equations_of(backward, operands, own, gradients[0])
-        self.blocked |= dict.fromkeys((*results, *own), [])
+        self.blocked |= {v: [] for v in (*results, *own)}
         if results:
             self.blocked |= {results[0]: made, own[0]: after}
         else:
@@ -146,50 +156,55 @@ class _Blocks(NamedTuple):
     def scan(self, inputs: Sequence[Any]) -> list[Any]:
         """The results of a scan of elements, with constants behind them."""
         recursion, count = self.recursion, len(self.gathered)
-        axis, reverse = recursion.axis, recursion.reverse
+        axes, reverse, tiles = [*recursion.axes], recursion.reverse, self.tiles
         elements, combine = list(inputs[:count]), recursion.combine(inputs[count:])
-        size = elements[0].shape[axis]
-        rows = -(-size // self.tiles)
-        more = self.tiles * rows - size
         notes = list(self.gathered)
-        if more:
-            elements = [_longer(x, axis, more) for x in elements]
-        if more and reverse:  # rows that are too many come first
-            counted = lax.broadcasted_iota(jnp.int32, (1,) * axis + (size + more,), axis)
-            elements.append(counted < size)
-            combine, notes = _of_present(combine, axis), [*notes, None]
-        by_block = jax.vmap(combine, in_axes=axis, out_axes=axis)
-        local = lax.associative_scan(
-            by_block, [_cut(x, axis, self.tiles) for x in elements], reverse, axis + 1
-        )
-        totals = [lax.index_in_dim(x, 0 if reverse else rows - 1, axis + 1, False) for x in local]
-        totals = [_noted(x, note) for x, note in zip(totals, notes, strict=True)]
-        scanned = lax.associative_scan(combine, totals, reverse, axis)
-        before = [
-            _noted(_shifted(x, axis, reverse), note) for x, note in zip(scanned, notes, strict=True)
-        ]
-        wide = [_repeated(x, axis + 1, rows) for x in before]
-        first = self.tiles - 1 if reverse else 0
+        size = elements[0].shape[axes[0]]
+        rows = -(-size // tiles)
+        blocks = [_cut(x, axis, tiles, rows) for x, axis in zip(elements, axes, strict=True)]
+        if reverse and size < tiles * rows:  # rows that are too many come first
+            blocks.append(_numbers((tiles, rows), 0, rows) < size)
+            combine = _of_present(combine, axes)
+            here = notes[0].sharding
+            assert here
+            every = Sharding.replicated(1, here.num_devices)
+            notes.append(Annotation.of_sharding("the blocks that have rows", every))
+            axes.append(0)
+        by_block = jax.vmap(combine, (axes, axes), axes)
+        inside = [axis + 1 for axis in axes]
+        local = scan(by_block, blocks, inside, reverse)
+        last = 0 if reverse else rows - 1
+        totals = [lax.index_in_dim(x, last, a, False) for x, a in zip(local, inside, strict=True)]
+        noted = functools.partial(map, _noted)
+        scanned = scan(combine, [*noted(totals, notes)], axes, reverse)
+        before = noted([_shifted(x, a, reverse) for x, a in zip(scanned, axes, strict=True)], notes)
+        wide = [_repeated(x, a, rows) for x, a in zip(before, inside, strict=True)]
         found = []
-        for own, joined in zip(local[:count], by_block(wide, local)[:count], strict=True):
+        for own, joined, axis in zip(local, by_block(wide, local), axes[:count], strict=False):
             block = lax.broadcasted_iota(jnp.int32, own.shape, axis)
-            result = lax.select(block == first, own, joined)
-            shape = (*own.shape[:axis], self.tiles * rows, *own.shape[axis + 2 :])
+            result = lax.select(block == (tiles - 1 if reverse else 0), own, joined)
+            shape = (*own.shape[:axis], tiles * rows, *own.shape[axis + 2 :])
             found.append(lax.slice_in_dim(lax.reshape(result, shape), 0, size, axis=axis))
         return found
 
 
-def _cut(x: jax.Array, axis: int, tiles: int) -> jax.Array:
-    shape = (*x.shape[:axis], tiles, x.shape[axis] // tiles, *x.shape[axis + 1 :])
-    return lax.reshape(x, shape)
+def _cut(x: jax.Array, axis: int, tiles: int, rows: int) -> jax.Array:
+    """In blocks; rows that are too many are the first of their block: as sound as these."""
+    more = tiles * rows - x.shape[axis]
+    ends = [(0, more if d == axis else 0, 0) for d in range(x.ndim)]
+    padded = lax.pad(x, np.zeros((), x.dtype), ends) if more else x
+    blocks = lax.reshape(padded, (*x.shape[:axis], tiles, rows, *x.shape[axis + 1 :]))
+    if not more:
+        return blocks
+    first = lax.slice_in_dim(blocks, 0, 1, axis=axis + 1)
+    there = _numbers(blocks.shape, axis, rows) < x.shape[axis]
+    return lax.select(there, blocks, lax.broadcast_in_dim(first, blocks.shape, range(blocks.ndim)))
 
 
-def _longer(x: jax.Array, axis: int, more: int) -> jax.Array:
-    """With further rows that are those before them: combined, they are as sound as these."""
-    size = x.shape[axis]
-    last = lax.slice_in_dim(x, size - 1, size, axis=axis)
-    shape = (*x.shape[:axis], more, *x.shape[axis + 1 :])
-    return lax.concatenate([x, lax.broadcast_in_dim(last, shape, range(x.ndim))], axis)
+def _numbers(shape: Sequence[int], axis: int, rows: int) -> jax.Array:
+    """The numbers of rows in blocks."""
+    block, row = (lax.broadcasted_iota(jnp.int32, shape, d) for d in (axis, axis + 1))
+    return block * rows + row
 
 
 def _repeated(x: jax.Array, axis: int, rows: int) -> jax.Array:
@@ -206,19 +221,18 @@ def _shifted(x: jax.Array, axis: int, reverse: bool) -> jax.Array:
     return lax.concatenate([rows, end] if reverse else [end, rows], axis)
 
 
-def _noted(x: jax.Array, note: Annotation | None) -> jax.Array:
-    return x if note is None else annotate_p.bind(x, annotation=note)
+def _noted(x: jax.Array, note: Annotation) -> jax.Array:
+    return annotate_p.bind(x, annotation=note)
 
 
-def _of_present(combine: Callable[..., list[Any]], axis: int) -> Callable[..., list[Any]]:
+def _of_present(combine: Callable[..., list[Any]], axes: Sequence[int]) -> Callable[..., list[Any]]:
     """Of rows that are there, and say so in their last element, and others, which are left out."""
 
     def combined(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
         (*one, here), (*other, there) = before, after
         found = []
-        for new, own in zip(combine(one, other), other, strict=True):
-            mask = lax.reshape(here, (here.shape[axis],))
-            mask = lax.broadcast_in_dim(mask, own.shape, (axis,))
+        for new, own, axis in zip(combine(one, other), other, axes, strict=False):
+            mask = lax.broadcast_in_dim(here, own.shape, (axis,))
             found.append(lax.select(mask, new, own))
         return [*found, lax.bitwise_or(here, there)]
 
