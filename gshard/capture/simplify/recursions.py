@@ -42,7 +42,7 @@ NOTHING = -1  # instead of the number of a gradient: no term of it is left
 def mark_recursions(graph: Graph) -> list[JaxprEqn]:
     """The equations, with marks where tensors enter and leave an associative scan."""
     runs = [list(own) for _, own in itertools.groupby(odd_rows(graph), lambda found: found[2])]
-    changed = _Marks()
+    changed = _Edges()
     sizes = [(run[0][2], tuple(axis for _, axis, _ in run)) for run in runs]
     for n, (rows, axes) in enumerate(sizes[:-2]):
         inside = n > 0 and sizes[n - 1] in [(2 * rows + odd, axes) for odd in (0, 1)]
@@ -103,7 +103,7 @@ class _Match:
         return maker is not None and self._is_same(maker, *self.makers[name])
 
 
-class _Marks:
+class _Edges:
     """What is put before equations of a program, and behind them, and new names inside."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class _Marks:
             yield from self.after.get(eqn, ())
 
 
-def _mark(graph: Graph, recursion: Recursion, elements: list[Any], marks: _Marks) -> None:
+def _mark(graph: Graph, recursion: Recursion, elements: list[Any], marks: _Edges) -> None:
     """Mark a scan and its gradients, if the program has all of their equations."""
     inputs = [*elements, *recursion.constants]
     structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in inputs]

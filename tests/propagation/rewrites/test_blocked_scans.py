@@ -105,18 +105,6 @@ def test_values_of_spellings(fn):
     check(fn, *args, inputs=splits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_recursion_that_is_read_inside_stays():
-    """Another reader of a level: the values between are needed."""
-
-    def states_and_pairs(a, u):
-        return lax.associative_scan(combine, (a, u))[1], a[1::2]
-
-    split = even_split(2, 0, 8)
-    fn = gshard.jit(annotated(states_and_pairs, [split] * 2), devices=8)
-    low = fn.lower(*[jax.ShapeDtypeStruct((64, 3), np.float32)] * 2)
-    assert "collective_permute" in kinds(low)
-
-
 @pytest.mark.slow
 @settings(max_examples=8)
 @given(st.sampled_from([8, 16, 21, 64, 72]), st.sampled_from([2, 3, 8]), st.data(), st.booleans())
