@@ -226,7 +226,7 @@ def _noted(x: jax.Array, note: Annotation) -> jax.Array:
 
 
 def _of_present(combine: Callable[..., list[Any]], axes: Sequence[int]) -> Callable[..., list[Any]]:
-    """Of rows that are there, and say so in their last element, and others, which are left out."""
+    """The function of rows that exist, as their last element says; others are left out."""
 
     def combined(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
         (*one, here), (*other, there) = before, after
