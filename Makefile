@@ -40,7 +40,7 @@ test-all: $(VENV)/installed
 	    echo "make test-all: $$((($$(date +%s) - began) / 60)) minutes"; exit $$status
 
 slow: $(VENV)/installed
-	$(RUN) -m pip install --quiet --editable '.[dev,third-party,export,torch]'
+	$(RUN) -m pip install --quiet --editable '.[dev,slow,third-party,export,torch]'
 	$(RUN) -m pytest -n $(JOBS) --dist loadgroup -m "slow or not slow" \
 	    --hypothesis-profile thorough
 

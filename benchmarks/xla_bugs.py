@@ -60,7 +60,7 @@ def write(x_MN, u_MK, start):
 
 def scattered(x_N, index_K, u_K):
     """The gradient of a scatter-add with respect to its updates."""
-    return jax.grad(lambda u: jnp.sum(jnp.sin(x_N.at[index_K].add(u))))(u_K)
+    return jax.grad(lambda u: jnp.sum(jnp.sin(jnp.asarray(x_N).at[index_K].add(u))))(u_K)
 
 
 def bag(table_VM, index_BK, weight_BK):
@@ -76,8 +76,8 @@ def scaled(x_NK, y_KM, weight_NM):
 def cases() -> list[Case]:
     """The open reports whose programs run on CPUs, and what gshard had wrong, or still has."""
     rng = np.random.default_rng(0)
-    x = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
-    small = jnp.arange(4, dtype=jnp.int32).reshape(2, 2)
+    x = np.arange(16, dtype=np.int32).reshape(2, 8)
+    small = np.arange(4, dtype=np.int32).reshape(2, 2)
     table = np.abs(rng.normal(size=(512, 8))).astype(np.float32)
     index = rng.integers(0, 512, (64, 16)).astype(np.int32)
     weight = np.ones((64, 16), np.float32)
@@ -85,20 +85,21 @@ def cases() -> list[Case]:
     infinite = np.ones((512, 16), np.float32)
     infinite[3] = np.inf
     return [
-        Case("xla 49122", "dynamic_slice beyond the end", read, (x, jnp.int32(7)), (1, None), 1, 2),
+        Case("xla 49122", "dynamic_slice beyond the end", read, (x, np.int32(7)), (1, None), 1, 2),
         Case("xla 49118", "dynamic_update_slice beyond the end", write,
-             (small, jnp.full((2, 1), 99, jnp.int32), jnp.int32(2)), (1, None, None), 1, 2),
+             (small, np.full((2, 1), 99, np.int32), np.int32(2)), (1, None, None), 1, 2),
         Case("xla 49118", "the same, of six columns", write,
-             (x, -jnp.ones((2, 6), jnp.int32), jnp.int32(7)), (1, 1, None), 1, 2),
-        Case("jax 39301", "rotations by concatenated pads", concatenated, (jnp.arange(4.0),),
-             (0,), 0, 4),
+             (x, -np.ones((2, 6), np.int32), np.int32(7)), (1, 1, None), 1, 2),
+        Case("jax 39301", "rotations by concatenated pads", concatenated,
+             (np.arange(4, dtype=np.float32),), (0,), 0, 4),
         Case("xla 42481", "gradient of a scatter-add", scattered,
-             (jnp.zeros(16), jnp.arange(16) % 5, jnp.arange(16.0)), (0, None, 0), 0, 4),
+             (np.zeros(16, np.float32), np.arange(16, dtype=np.int32) % 5,
+              np.arange(16, dtype=np.float32)), (0, None, 0), 0, 4),
         *(Case("jax 40232", f"random.normal in {n} shards",
                lambda key: jax.random.normal(key, (496, 3)), (jax.random.key(0),), (None,), 0, n)
           for n in (2, 4, 8)),
         Case("xla 45222", "roll, a permute of one cycle", lambda x: jnp.roll(x, 1, 0),
-             (jnp.arange(16.0).reshape(8, 2),), (0,), 0, 4),
+             (np.arange(16, dtype=np.float32).reshape(8, 2),), (0,), 0, 4),
         Case("gshard, mended", "rows of a split table times infinity", bag,
              (table, index, weight), (0, 0, 0), 0, 8),
         Case("gshard, open", "a sum over devices times infinity", scaled,

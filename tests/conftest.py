@@ -66,21 +66,23 @@ OPTIMIZED = {
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Tests of models that share what was compiled or trained run in one process.
+    """Tests of a file share what was lowered, compiled or trained, and run in one process.
 
-    A function with several cases runs the first of every six; the others are slow tests.
+    Those of translation, some of which wait for other processes, come first: they do so while
+    others compute. A function with several cases runs the first of every twelve; the others are
+    slow tests.
     """
+    items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] != "mt")  # is stable
     families = collections.defaultdict(list)
     for item in items:
         place = item.path.relative_to(HERE)
         if place.parts[0] in COMPILING and not item.get_closest_marker("slow"):
             families[item.nodeid.partition("[")[0]].append(item)
-        if place.parts[0] in ("mt", "nn"):
-            group = SHARING.get(str(place.parent), str(place))
-            item.add_marker(pytest.mark.xdist_group(group))
+        group = SHARING.get(str(place.parent), str(place))
+        item.add_marker(pytest.mark.xdist_group(group))
     for family in families.values():
         for i, item in enumerate(family):
-            if i % 6:
+            if i % 12:
                 item.add_marker(pytest.mark.slow)
 
 

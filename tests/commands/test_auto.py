@@ -86,6 +86,7 @@ def arguments():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*nnx.*:DeprecationWarning")
 def test_names_are_those_of_the_users_library(folder):
     """Of a step as NNX compiles it, which passes on a list of arrays."""
@@ -95,6 +96,7 @@ def test_names_are_those_of_the_users_library(folder):
     assert re.search(r"^  model\.(up|down)\.kernel: P\(", shown, re.MULTILINE), shown
 
 
+@pytest.mark.slow
 def test_the_frontier_as_a_plot(folder):
     pytest.importorskip("vl_convert")
     words = ["auto", "program_of_a_user:step", "--arguments", "program_of_a_user:arguments"]

@@ -48,18 +48,21 @@ class Attention(eqx.Module):
 
 
 MODULES = {
-    "dropout": (eqx.nn.Dropout(0.4), (4,)),
-    "dropout for inference": (eqx.nn.Dropout(0.4, inference=True), (4,)),
-    "average pooling": (eqx.nn.AvgPool2d(2, 2), (3, 4, 6)),
-    "attention": (Attention(eqx.nn.MultiheadAttention(2, 6, dropout_p=0.3, key=KEY)), (5, 6)),
-    "fields": (Powers(3, 2.0, False, "powers", jnp.arange(4.0)), (4,)),
-    "fields that branch": (Powers(3, 2.0, True, "powers", jnp.arange(4.0)), (4,)),
+    "dropout": (lambda: eqx.nn.Dropout(0.4), (4,)),
+    "dropout for inference": (lambda: eqx.nn.Dropout(0.4, inference=True), (4,)),
+    "average pooling": (lambda: eqx.nn.AvgPool2d(2, 2), (3, 4, 6)),
+    "attention": (
+        lambda: Attention(eqx.nn.MultiheadAttention(2, 6, dropout_p=0.3, key=KEY)),
+        (5, 6),
+    ),
+    "fields": (lambda: Powers(3, 2.0, False, "powers", jnp.arange(4.0)), (4,)),
+    "fields that branch": (lambda: Powers(3, 2.0, True, "powers", jnp.arange(4.0)), (4,)),
 }
 
 
-@pytest.mark.parametrize(("module", "shape"), MODULES.values(), ids=MODULES)
-def test_modules_with_python_numbers(module, shape):
-    x = random_array((16, *shape))
+@pytest.mark.parametrize(("make", "shape"), MODULES.values(), ids=MODULES)
+def test_modules_with_python_numbers(make, shape):
+    module, x = make(), random_array((16, *shape))
     step = filter_jit(over_batch, strict=True)
     compare(step(module, x, KEY), eqx.filter_jit(over_batch)(module, x, KEY), exact=False)
     lowered = step.lower(module, x, KEY)
@@ -75,7 +78,7 @@ def test_gshard_jit_says_which_one_to_use():
     assert "gshard.contrib.equinox.filter_jit" in note
     assert "Dropout.p is the Python float 0.4" in note
     with pytest.raises(TypeError, match="concrete") as raised:
-        gshard.jit(over_batch).lower(MODULES["fields"][0], jnp.ones((8, 4)), KEY)
+        gshard.jit(over_batch).lower(MODULES["fields"][0](), jnp.ones((8, 4)), KEY)
     assert sum("filter_jit" in note for note in raised.value.__notes__) == 1
 
 

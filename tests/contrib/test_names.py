@@ -151,6 +151,7 @@ def of_torch():
     return f, params, "params['1.weight']", gshard.jit, spec_of
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*nnx.*:DeprecationWarning")
 @pytest.mark.parametrize("library", [of_equinox, of_nnx, of_torch])
 def test_names_in_explain_memory_errors_and_auto(library):

@@ -65,6 +65,7 @@ def test_training_changes_modules_optimizers_and_rng_state(how):
     assert sent(lowered) < 2 * 4 * (gradients + 4 * 8 + 1)  # and statistics, twice, and the loss
 
 
+@pytest.mark.slow
 def test_compiled_program_changes_them_too():
     both = fresh()
     compiled = jit(train_step).lower(*both, X, Y).compile()

@@ -244,6 +244,7 @@ def test_operators_have_the_names_of_the_code_and_are_found_by_them(path, tmp_pa
     assert any("jnp.sin(carry)" in item for item in said["held"])
 
 
+@pytest.mark.slow
 def test_memory_has_axes_and_says_what_is_under_the_pointer(path, explanation, tmp_path):
     said = act(
         path,
@@ -268,6 +269,7 @@ def test_memory_has_axes_and_says_what_is_under_the_pointer(path, explanation, t
     assert re.search(r"test_page\.py:\d+: ", said["detail"])
 
 
+@pytest.mark.slow
 def test_charts_are_drawn_with_powers_of_two(path, tmp_path):
     said = act(
         path,
@@ -282,7 +284,7 @@ def test_charts_are_drawn_with_powers_of_two(path, tmp_path):
     assert {"forecast", "at the roofline", "fn"} <= set(said["rows"])
 
 
-@pytest.mark.parametrize("width", [360, 768])
+@pytest.mark.parametrize("width", [360, pytest.param(768, marks=pytest.mark.slow)])
 def test_narrow_windows_do_not_scroll_sideways(path, tmp_path, width):
     found = act(
         path,

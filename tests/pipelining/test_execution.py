@@ -204,6 +204,7 @@ def test_permutes_are_in_cliques_of_their_own_on_gpus_where_xla_can():
     assert not pipeline._is_option("xla_gpu_no_such_flag")
 
 
+@pytest.mark.slow
 def test_no_tick_copies_slots_or_sums():
     """Ticks copy messages, and what a product transposes: buffers are updated in place.
 

@@ -40,6 +40,7 @@ def test_gradient_is_four_all_to_all_and_the_gates_all_reduce():
     assert loss == 2 * 4 * (D - 1) // D
 
 
+@pytest.mark.slow
 def test_far_below_xla():
     """The issue's bar: forward 5 times below XLA's bytes, gradient 3 times."""
     for fn, factor in [(moe_layer, 5), (GRADIENT, 3)]:

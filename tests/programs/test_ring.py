@@ -121,10 +121,12 @@ def test_lengths_that_do_not_divide(layer):
     check(functools.partial(trained, layer), *tensors(length=29))
 
 
+@SLOW
 def test_bfloat16_with_a_softmax_in_float32():
     check(of_jax, *tensors(dtype=jnp.bfloat16))
 
 
+@SLOW
 def test_weights_in_bfloat16_that_are_divided_after_the_product():
     def layer(q, k, v):
         logits = jnp.einsum("bqnh,bknh->bnqk", q, k)
@@ -137,11 +139,13 @@ def test_weights_in_bfloat16_that_are_divided_after_the_product():
     assert set(kinds(lowered)) == {"collective_permute"}
 
 
+@SLOW
 def test_grouped_queries():
     lowered = check(functools.partial(trained, of_jax), *tensors(heads=6, keys=2))
     assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}
 
 
+@SLOW
 def test_queries_without_a_key():
     """Rows that are masked throughout weigh all values alike, as they do unpartitioned."""
 
@@ -223,6 +227,7 @@ def test_large_results_of_other_products_stay_as_they_are():
     assert "collective_permute" not in kinds(lowered)
 
 
+@SLOW
 def test_no_device_has_all_keys():
     """What XLA says that a device needs, beyond its own tiles of operands and results."""
     shapes = [jax.ShapeDtypeStruct((1, 2048, 2, 16), jnp.float32)] * 3

@@ -193,6 +193,7 @@ def test_functions_have_the_same_bits_in_small_loops(name):
     np.testing.assert_allclose(np.asarray(alone), wanted, rtol=4e-7, atol=1e-37)
 
 
+@pytest.mark.slow
 def test_attention_with_one_head_on_each_device_has_the_bits_of_all_heads_on_one():
     x = [random_array((2, 8, 8, 6), seed=i) for i in range(4)]
 

@@ -60,6 +60,7 @@ def test_who_cannot_be_read_works_on(tmp_path, how):
     assert (tmp_path / "worked").exists()
 
 
+@pytest.mark.slow
 def test_who_is_in_a_hurry_does_not_wait_for_a_reader(monkeypatch):
     """As of `gshard launch | less`, and on a terminal after Ctrl-S."""
     here, there = os.pipe()

@@ -194,12 +194,12 @@ from gshard.commands.options import members
 found = members("", None, None)
 hosts.start(0, found)
 met = multihost_utils.process_allgather(np.array([found.index, found.count]))
-print(found.launcher, met.tolist())
+print(f"{found.launcher} {met.tolist()}")
 if found.index == 0:
     host, _, port = found.coordinator.rpartition(":")
     for place in (host, "127.0.0.2"):  # the second is this machine too
         with socket.socket() as probe:
-            print("listens at", place, probe.connect_ex((place, int(port))) == 0)
+            print(f"listens at {place} {probe.connect_ex((place, int(port))) == 0}")
 """
 HERE = "127.0.0.1"
 # Each launcher's variables for process `index` of two on this machine.
@@ -274,9 +274,9 @@ def test_two_processes_of_each_launcher_meet(launcher):
     ]
     for index, process in enumerate(processes):
         said, _ = process.communicate(timeout=300)
-        assert f"{launcher} [[0, 2], [1, 2]]" in said.splitlines(), said
-        if index == 0:
-            assert "listens at 127.0.0.1 True\nlistens at 127.0.0.2 False" in said
+        assert f"{launcher} [[0, 2], [1, 2]]" in said, said
+        if index == 0:  # lines of Gloo may stand between these
+            assert all(f"listens at 127.0.0.{n} {n == 1}" in said for n in (1, 2)), said
 
 
 # Only one process of two comes; the command is `gshard`, so that its exit status is looked at.

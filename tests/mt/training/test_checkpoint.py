@@ -38,7 +38,7 @@ def like(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
 
-LIKE = like(state(0)), like({"count": jnp.array(0)})
+LIKE = like(jax.eval_shape(lambda: state(0))), like({"count": np.zeros((), np.int32)})
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def test_tokens_are_those_of_the_batches(whole):
     assert whole.metrics()[-2]["tokens"] == expected
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_the_same_figures(whole):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = accumulator.EventAccumulator(str(whole.folder / "tensorboard"))

@@ -90,6 +90,7 @@ def test_combinations_avoid_rings(rings):
     assert whole.reason.startswith("19 values combined: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "at_once"),
     [(sums, 8 * 24 * 40 * 4), (in_groups, 4 * 12 * 40 * 4), (largest, 8 * 24 * 4)],

@@ -2,16 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import gshard
 from tests.capture.simplify.texts import dedent
 from tests.propagation.rewrites.rewritten import rewritten
 
 ARGUMENTS = (
-    jnp.ones((16, 4)),
-    jnp.ones((8, 4, 4)),
-    jnp.zeros(16, jnp.int32),
-    jnp.zeros(8, jnp.int32),
+    np.ones((16, 4), np.float32),
+    np.ones((8, 4, 4), np.float32),
+    np.zeros(16, np.int32),
+    np.zeros(8, np.int32),
 )
 
 
