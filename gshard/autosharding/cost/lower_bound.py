@@ -25,8 +25,7 @@ from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
 from gshard.autosharding.cost import NONE, MeshShape, Spec, specs_of, tiles_of
-from gshard.autosharding.cost.copies import MOST_SPECS
-from gshard.autosharding.cost.model import Holding, MeshProblem, ModelBuilder
+from gshard.autosharding.cost.model import MOST_SPECS, Holding, MeshProblem, ModelBuilder
 from gshard.autosharding.cost.rates import Axes, MeshRates, PartialSum
 from gshard.autosharding.cost.strategies import OperatorPrices, Shares, Strategy, primitive_of
 from gshard.autosharding.solver.problem import FORBIDDEN, Bools, Floats, Ints

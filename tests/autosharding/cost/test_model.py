@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import gshard
@@ -9,9 +10,10 @@ from gshard.autosharding.annotate import AnnotationSearch
 from gshard.autosharding.auto import _Chooser
 from gshard.autosharding.budget import Clock
 from gshard.autosharding.cost import NONE, specs_of
-from gshard.autosharding.cost.model import build
+from gshard.autosharding.cost.model import MOST_SPECS, SharedCopy, _pairs, build
 from gshard.autosharding.evaluate import Evaluator, ModelAnswer
 from gshard.autosharding.solver import solve
+from gshard.autosharding.solver.problem import FORBIDDEN
 from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import hardware
 
@@ -134,3 +136,30 @@ def test_no_state_exceeds_its_limit(limit):
     """Lowered programs hold more than the model counts: it is asked for less, mesh by mesh."""
     layout = gshard.auto(step, *ARGUMENTS, devices=8, hardware="h100", memory=limit, seconds=20)
     assert layout.memory_bytes == layout.lowered.forecast("h100").memory_bytes <= limit
+
+
+def test_a_copy_that_is_the_tensor_itself_takes_nothing():
+    copy = SharedCopy(np.array([0, 0, 1]), np.array([0, 1, 1]), True, first=3)
+    assert copy.held(np.array([8.0, 2.0])).tolist() == [0, 2, 0]
+
+
+def test_operators_read_a_copy_that_is_counted_as_it_is():
+    """Where strategies are pairs, a reshard after the copy would be counted nowhere."""
+    own, read = np.array([0, 0, 1]), np.array([0, 1, 1])
+    by_spec = np.array([[0.0, 5.0], [4.0, 0.0]])
+    counted = SharedCopy(own, read, True, first=0).table(by_spec)
+    assert counted.tolist() == [[0, FORBIDDEN, FORBIDDEN], [FORBIDDEN, 0, 0]]
+    assert SharedCopy(own, read, False, first=0).table(by_spec).tolist() == [[0, 5, 5], [4, 0, 0]]
+
+
+def test_of_many_specs_a_copy_is_the_tensor_or_gathered_from_it():
+    few, mesh = specs_of((8, 8), (2,)), (2,)
+    own, read = _pairs((8, 8), mesh)
+    assert len(own) == len(few) ** 2
+    mesh = (2, 2, 2)
+    many = specs_of((8, 8, 8), mesh)
+    assert len(many) > MOST_SPECS
+    own, read = _pairs((8, 8, 8), mesh)
+    assert {(a, a) for a in range(len(many))} <= set(zip(own.tolist(), read.tolist(), strict=True))
+    for a, b in zip(own, read, strict=True):
+        assert all(y in (x, NONE) for x, y in zip(many[a], many[b], strict=True))
