@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from gshard.autosharding.layout import Layout
-from gshard.autosharding.layout.annotations import AnnotatedInside
+from gshard.autosharding.layout.annotations import AnnotatedInside, annotated_in
 from gshard.autosharding.solver.problem import Ints
 from gshard.autosharding.traced import STANDING, Repeated, TracedProgram
 from gshard.capture.inside import places
@@ -67,11 +67,7 @@ def transferred(layout: Layout, source: TracedProgram, to: TracedProgram) -> dic
             name = new_result_of[path]
             new_results[name] = dataclasses.replace(results[result_of[old]], path=name)
     inside: dict[Any, list[int]] = defaultdict(list)
-    annotated, made = {}, places(source.flat)
-    for var, (place, number) in made.items():
-        for each in layout.inside:
-            if each.place == place and (each.numbers is None or number in each.numbers):
-                annotated[var] = each
+    annotated, made = annotated_in(source.flat, layout.inside), places(source.flat)
     sites = places(to.flat)
     for var, (place, number) in sites.items():
         own = var if var in made else like.get(var, var)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard.autosharding.cost import sharding_of
@@ -25,6 +25,7 @@ from gshard.autosharding.layout.annotations import (
     Annotated,
     AnnotatedInside,
     Dims,
+    annotated_in,
     as_text,
     dims_on,
     read,
@@ -34,7 +35,7 @@ from gshard.autosharding.layout.for_torch import ForTorch, for_torch
 from gshard.autosharding.layout.summary import Considered, as_table, explained, plot, summary
 from gshard.autosharding.traced import of_arrays, path_name, result_name
 from gshard.capture.flatten import inline
-from gshard.capture.inside import Inside, TensorSite, places
+from gshard.capture.inside import Inside
 from gshard.capture.placement import device_order
 from gshard.graph.evaluate import bind, evaluate, rebuilt
 from gshard.graph.regions import LOOPS
@@ -42,8 +43,6 @@ from gshard.jit import Jitted, jit
 from gshard.runtime.stages import Lowered
 from gshard.tensors.annotate import Annotation, annotate, in_stages
 from gshard.tensors.sharding import Sharding
-
-Constraint = tuple[TensorSite, tuple[int, ...] | None, NamedSharding]
 
 
 class ForJax(NamedTuple):
@@ -72,10 +71,11 @@ def on_mesh(mesh: Mesh, dims: Dims, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def constrained(
-    fn: Callable[..., Any], constraints: Sequence[Constraint], devices: int
+    fn: Callable[..., Any], inside: Sequence[AnnotatedInside], mesh: Mesh
 ) -> Callable[..., Any]:
-    """`fn` with constraints on the tensors at these places."""
-    if not constraints:
+    """`fn` with constraints on the tensors that are annotated inside. A place that only gshard's
+    own normal forms have is left to XLA."""
+    if not inside:
         return fn
 
     @functools.wraps(fn)
@@ -84,8 +84,11 @@ def constrained(
         leaves = jax.tree.leaves((args, kwargs))
         given = [leaves[i] for i in arrays]
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
-        flat = inline(closed, device_order(devices))
-        marked = _found(flat, constraints)
+        flat = inline(closed, device_order(mesh.size))
+        marked = {
+            var: on_mesh(mesh, each.dims, each.shape)
+            for var, each in annotated_in(flat, inside).items()
+        }
 
         def interpret(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
             inside = eqn.params if eqn.primitive in LOOPS else {}
@@ -98,19 +101,6 @@ def constrained(
         return jax.tree.unflatten(jax.tree.structure(shapes), evaluate(flat, given, interpret))
 
     return with_constraints
-
-
-def _found(flat: ClosedJaxpr, constraints: Sequence[Constraint]) -> dict[Any, NamedSharding]:
-    """The tensors of a program that have a constraint.
-
-    A place that only gshard's own normal forms have is left to XLA.
-    """
-    found = {}
-    for var, (place, number) in places(flat).items():
-        for wanted, numbers, sharding in constraints:
-            if place == wanted and (numbers is None or number in numbers):
-                found[var] = sharding
-    return found
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -182,24 +172,25 @@ class Layout:
 
     def annotated(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` with the annotations on its arguments and results."""
-        by_path = {a.path: a for a in self.annotations}
-        of_results = {a.path: a for a in self.results}
 
         @functools.wraps(fn)
         def with_annotations(*args: Any, **kwargs: Any) -> Any:
-            leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-            named = [(path_name(path), leaf) for path, leaf in leaves]
-            _check("argument", by_path, dict(named), fn)
-            marked = [self._mark(by_path.get(name), leaf) for name, leaf in named]
-            args, kwargs = tree.unflatten(marked)
+            args, kwargs = self._marked("argument", (args, kwargs), fn)
             with in_stages(self.stages):
                 results = fn(*args, **kwargs)
-            leaves, tree = jax.tree_util.tree_flatten_with_path(results)
-            named = [(result_name(path), leaf) for path, leaf in leaves]
-            _check("result", of_results, dict(named), fn)
-            return tree.unflatten(self._mark(of_results.get(name), leaf) for name, leaf in named)
+            return self._marked("result", results, fn)
 
         return with_annotations
+
+    def _marked(self, kind: str, tree: Any, fn: Callable[..., Any]) -> Any:
+        """A tree of arguments or results with its annotations."""
+        of_results = kind == "result"
+        by_path = {a.path: a for a in (self.results if of_results else self.annotations)}
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+        name = result_name if of_results else path_name
+        named = [(name(path), leaf) for path, leaf in leaves]
+        _check(kind, by_path, dict(named), fn)
+        return structure.unflatten(self._mark(by_path.get(at), leaf) for at, leaf in named)
 
     def _mark(self, annotated: Annotated | None, leaf: Any) -> Any:
         if annotated is None:
@@ -251,8 +242,7 @@ class Layout:
         arguments = jax.tree.map(named, self.lowered.in_shardings, given)
         results = jax.eval_shape(self.function, *given)
         results = jax.tree.map(named, self.lowered.out_shardings, results)
-        inside = [(a.place, a.numbers, on_mesh(mesh, a.dims, a.shape)) for a in self.inside]
-        return ForJax(mesh, arguments, results, constrained(self.function, inside, self.devices))
+        return ForJax(mesh, arguments, results, constrained(self.function, self.inside, mesh))
 
     def to_torch(self) -> ForTorch:
         """Placements of DTensor by parameter, for a module of `gshard.contrib.torch`; printed too.

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from gshard.autosharding.cost import NONE, Spec, sharding_of
-from gshard.capture.inside import TensorSite
+from gshard.capture.inside import TensorSite, places
 from gshard.tensors.sharding import Sharding
 from gshard.untrusted import printable, read_object, short_repr
 
@@ -56,6 +57,18 @@ class AnnotatedInside:
     def __str__(self) -> str:
         some = "" if self.numbers is None else f" number {_ranges(self.numbers)}"
         return f"{self.place}{some}: {shown(self.dims)}"
+
+
+def annotated_in(
+    flat: ClosedJaxpr, inside: Iterable[AnnotatedInside]
+) -> dict[Any, AnnotatedInside]:
+    """The tensors that a program makes at annotated places, with the annotation of each."""
+    return {
+        var: each
+        for var, (place, number) in places(flat).items()
+        for each in inside
+        if each.place == place and (each.numbers is None or number in each.numbers)
+    }
 
 
 def _ranges(numbers: Iterable[int]) -> str:
