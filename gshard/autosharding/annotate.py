@@ -5,14 +5,15 @@ so the model prices the shardings that propagation finds: tensors are given, ope
 The tensor around which the deviation costs most is annotated and propagation runs again, until it
 costs little. Then annotations that the others make superfluous are removed.
 
-At the end, forecasts of lowered programs, which see what the model does not, say which annotations
-of the best layout can go.
+At the end, forecasts of lowered programs, which see what the model does not, improve the best
+layout: the sharding of one argument is changed at a time, and annotations are removed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 from jax.extend.core import Literal
 
 from gshard.autosharding.budget import Clock
-from gshard.autosharding.cost import NONE, Spec
+from gshard.autosharding.cost import NONE, Spec, specs_of
 from gshard.autosharding.cost.strategies import PICO, primitive_of
 from gshard.autosharding.evaluate import Deviation, Deviations, Evaluator, ModelAnswer
 from gshard.autosharding.layout import Layout
@@ -283,6 +284,34 @@ def best_of(layouts: Sequence[Layout]) -> Layout:
     least = min(layout.seconds for layout in layouts)
     equal = [layout for layout in layouts if layout.seconds <= least * (1 + TOLERANCE)]
     return min(equal, key=lambda a: (len(a.mesh), len(groups(a.inside)), a.seconds))
+
+
+def coordinate_descent(
+    best: Layout, evaluator: Evaluator, more_time: Callable[[], bool]
+) -> list[Layout]:
+    """Layouts each faster than the one before: the sharding of one argument is changed, then that
+    of the next, the largest first, until no change helps or time runs out."""
+    found, tried, mesh = [best], {frozenset(best.annotations)}, tuple(best.mesh.values())
+    shapes = sorted(evaluator.subject.paths, key=lambda p: -math.prod(p[1]))
+    improved = True
+    while improved:
+        improved = False
+        for path, shape in shapes:
+            for spec in specs_of(shape, mesh) if shape else ():
+                annotations = tuple(a for a in found[-1].annotations if a.path != path)
+                if any(at != NONE for at in spec):
+                    annotations += (Annotated(path, shape, dims_of(spec, len(shape))),)
+                if frozenset(annotations) in tried:
+                    continue
+                if not more_time():
+                    return found
+                tried.add(frozenset(annotations))
+                layout = evaluator.evaluate(mesh, annotations, best.inside)
+                faster = layout.seconds < (1 - TOLERANCE / 10) * found[-1].seconds
+                if faster and layout.memory_bytes <= evaluator.limit:
+                    found.append(layout)
+                    improved = True
+    return found
 
 
 def fewest(

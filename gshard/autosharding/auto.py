@@ -16,7 +16,14 @@ from typing import Any
 
 import jax
 
-from gshard.autosharding.annotate import TOLERANCE, AnnotationSearch, best_of, fewest, slowest
+from gshard.autosharding.annotate import (
+    TOLERANCE,
+    AnnotationSearch,
+    best_of,
+    coordinate_descent,
+    fewest,
+    slowest,
+)
 from gshard.autosharding.budget import PHASES, WORK, Budget, Clock, bytes_of
 from gshard.autosharding.cost import MeshShape
 from gshard.autosharding.cost.rates import distinct_meshes
@@ -197,6 +204,8 @@ class _Chooser:
     def _finished(self, fitting: Sequence[Layout]) -> Layout:
         """The best of these with a bound, and without the annotations that it does not need."""
         bound = self._bound(self.budget.enter("bound"))
+        more = self._more_time(self.budget.enter("single changes"))
+        fitting = [*fitting, *coordinate_descent(best_of(fitting), self.evaluator, more)]
         more = self._more_time(self.budget.enter("removal"))
         most = slowest(min(a.seconds for a in fitting), bound)
         near = [layout for layout in fitting if layout.seconds <= most]
