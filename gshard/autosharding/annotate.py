@@ -82,6 +82,10 @@ class AnnotationSearch:
         if len(both) > len(chosen):
             yield self._layout(both)
 
+    def arguments(self) -> Layout:
+        """The layout that annotates arguments alone."""
+        return self._layout({})
+
     def everything(self) -> Layout:
         """The layout from which propagation finds all of the answer: where it deviates, arguments
         are annotated, results of operators that are not pointwise, and of pointwise ones that move

@@ -258,7 +258,7 @@ class _Chooser:
         self, choices: Sequence[ModelAnswer], before: Sequence[Layout], clock: Clock
     ) -> list[Layout]:
         """Layouts that are like the answers on the best meshes: with few annotations, and with all
-        only where these do not hold what the model promises."""
+        only where these do not hold what the model promises; then what arguments alone make."""
         layouts, best = list[Layout](), choices[:_LOWERED_MESHES]
         for done, choice in enumerate(best):
             needed = not self._fits([*before, *layouts])
@@ -278,6 +278,9 @@ class _Chooser:
             if worse or (needed and not self._fits(found)):
                 found.append(search.everything())
             layouts += found
+        for choice in best:
+            if self._more_time(clock)():
+                layouts.append(AnnotationSearch(self.evaluator, choice).arguments())
         return layouts
 
     def _fits(self, layouts: Sequence[Layout]) -> bool:
