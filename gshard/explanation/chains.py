@@ -37,7 +37,7 @@ class Link:
 class SplitOrigin:
     """Where a split was asked for: the value and dim, its annotation, and the way from there.
 
-    Without an annotation, `var` is an argument that is split when it arrives.
+    Without an annotation, `var` is an argument that arrives sharded.
     """
 
     var: Any

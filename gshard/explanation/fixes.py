@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from gshard.explanation.names import annotated_name
+from gshard.explanation.names import annotated_name, spelled
 from gshard.explanation.subject import Subject
 from gshard.graph import map_bodies
 from gshard.graph.readable import size
@@ -65,8 +65,9 @@ class Fix:
         if not several:
             return words
         if self.is_all:
-            all_of = f"all {self.count} tensors of this line"
-            return f"{words} of {all_of} ({self.tensor} and {self.count - 1} more)"
+            all_of = "both" if self.count == 2 else f"all {self.count}"
+            named = f"{self.tensor} and {self.count - 1} more"
+            return f"{words} of {all_of} tensors of this line ({named})"
         return f"{words} of the {self.count} tensors that have the shape of {self.tensor}"
 
     @property
@@ -140,7 +141,7 @@ def _tried(subject: Subject, unit: list[Copies], words: str, changed: Changes) -
         left[sent.source] += sent.total_bytes
     eqn = unit[0][0]
     place, names = source_of(eqn), _arguments(subject)
-    calls = {_call(copies[0].params["annotation"], place) for copies in unit}
+    calls = {spelled(copies[0]).removeprefix(f"{place}: ") for copies in unit}
     now = calls.pop() if len(calls) == 1 else "the annotations"
     named = names.get(eqn.invars[0]), annotated_name(eqn)
     call = _same_call(subject, eqn)
@@ -148,14 +149,6 @@ def _tried(subject: Subject, unit: list[Copies], words: str, changed: Changes) -
     memory = _held(plan.jaxpr) - _held(subject.jaxpr)
     count = len(unit), len(unit) == len(call), memory
     return Fix(place, now, words, subject.sent, plan.bytes, tensor, left, *count)
-
-
-def _call(annotation: Annotation, place: str) -> str:
-    """An annotation as a call: that of `fsdp` as the `split` of one dim that it asks for."""
-    dims = [(dim, tiles) for dim, tiles in enumerate(annotation.tiles) if tiles > 1]
-    if len(dims) == 1 and annotation.assignment == tuple(range(dims[0][1])):
-        return f"split(tensor, {dims[0][0]}, {dims[0][1]})"
-    return str(annotation).removeprefix(f"{place}: ")
 
 
 def _held(jaxpr: Jaxpr) -> int:

@@ -161,7 +161,16 @@ def annotated_name(eqn: JaxprEqn) -> str:
 
 def annotated_call(eqn: JaxprEqn) -> str:
     """An annotation as the code spells it, with the name of its tensor."""
-    return str(eqn.params["annotation"]).replace("tensor", annotated_name(eqn) or "tensor")
+    return spelled(eqn).replace("tensor", annotated_name(eqn) or "tensor")
+
+
+def spelled(eqn: JaxprEqn) -> str:
+    """An annotation as a call: that of `fsdp` as the `split` of one dim that it asks for."""
+    annotation = eqn.params["annotation"]
+    dims = [(dim, tiles) for dim, tiles in enumerate(annotation.tiles) if tiles > 1]
+    if len(dims) == 1 and annotation.assignment == tuple(range(dims[0][1])):
+        return f"split(tensor, {dims[0][0]}, {dims[0][1]})"
+    return str(annotation)
 
 
 def shape(value: Any, dims: Sequence[str] = ()) -> str:

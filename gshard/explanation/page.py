@@ -13,7 +13,7 @@ from gshard.explanation.costs import ROUNDING, LineCost, counts
 from gshard.explanation.findings import EXPLAINED, Findings
 from gshard.explanation.local_names import LocalNames
 from gshard.explanation.names import einsums_of, shape
-from gshard.explanation.text import describe, replicated
+from gshard.explanation.text import conflicts, describe, replicated
 from gshard.explanation.why import near
 from gshard.forecast import Forecast
 from gshard.forecast.report import by_function, time_bars
@@ -55,7 +55,7 @@ def page(findings: Findings, growth: Mapping[int, Forecast] | None = None) -> st
         **_memory(findings),
         **_times(forecast, growth),
         chains=findings.chains,
-        conflicts=[str(conflict) for conflict in subject.conflicts],
+        conflicts=conflicts(findings),
         replicated=[(what, size(held)) for what, held in replicated(findings)],
         foot=_foot(forecast),
     )
@@ -69,7 +69,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
     return [
         (size(subject.sent), "sent by each device"),
         (counts(subject), f"{duration(took)}, {share:.0%} of the step{beside}"),
-        (duration(forecast.step_seconds), "a step"),
+        (duration(forecast.step_seconds), "per step"),
         (size(forecast.memory_bytes), f"at the peak, of {size(forecast.hardware.memory)}"),
     ]
 

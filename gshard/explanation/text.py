@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gshard.explanation.costs import LineCost
@@ -30,7 +30,7 @@ def text(findings: Findings) -> list[str]:
         lines += ["", "why", *_reasons(findings)]
     if subject.conflicts:
         lines += ["", "conflicting splits of the same tensors"]
-        lines += dict.fromkeys(map(_named(findings), subject.conflicts))
+        lines += [f"  {conflict}" for conflict in conflicts(findings)]
     found = replicated(findings)
     if found:
         lines += ["", "large values that are replicated"]
@@ -70,21 +70,17 @@ def _reasons(findings: Findings) -> Iterator[str]:
         yield f"  {name}: {' -> '.join(shown)}"
 
 
-def _named(findings: Findings) -> Callable[[Any], str]:
-    """A conflict as a line of text, with the names of the tensors that its lines annotate."""
+def conflicts(findings: Findings) -> list[str]:
+    """What was decided about conflicting splits, in the names of the tensors that are annotated."""
     named: dict[tuple[str, str], dict[str, None]] = {}
     for eqn in findings.subject.annotations:
         place = shape(eqn.outvars[0]), f" ({source_of(eqn)})"
         named.setdefault(place, {}).setdefault(findings.names.value(eqn.outvars[0]))
-
-    def line(conflict: Any) -> str:
-        text = f"  {conflict}"
-        for (known, place), (first, *others) in named.items():
-            more = f" and {len(others)} more" if others else ""
-            text = text.replace(f"of {known}{place}", f"of {first}{more}{place}")
-        return text
-
-    return line
+    found = "\n".join(map(str, findings.subject.conflicts))
+    for (known, place), (first, *others) in named.items():
+        more = f" and {len(others)} more" if others else ""
+        found = found.replace(f"of {known}{place}", f"of {first}{more}{place}")
+    return list(dict.fromkeys(found.splitlines()))
 
 
 def describe(sharding: Sharding, dims: Sequence[str] = ()) -> str:

@@ -86,9 +86,18 @@ class Why:
         named = [e for e in here if e.primitive.name == collective.why.operator]
         if set(named) <= set(asked):
             return asked or here
-        members = max(collective.group_size, 2)  # a line may have several products: the one that
-        size = collective.bytes * members // (members - 1)  # reads, or makes, what is sent is first
-        return sorted(named, key=lambda e: all(_size(v) != size for v in (*e.invars, *e.outvars)))
+        members = max(collective.group_size, 2)
+        size = collective.bytes * members // (members - 1)
+
+        def is_other(eqn: JaxprEqn) -> bool:
+            """Whether another of the products at a line has, or adds up, what is sent."""
+            if "reduce" in collective.kind and eqn.primitive.name == "dot_general":
+                summed = zip(eqn.invars, eqn.params["dimension_numbers"][0], strict=False)
+                found = [(self._subject.sharding(atom), dims) for atom, dims in summed]
+                return not any(s and s.splits[dim] for s, dims in found for dim in dims)
+            return all(_size(v) != size for v in (*eqn.invars, *eqn.outvars))
+
+        return sorted(named, key=is_other)
 
     def _origins(self, collective: Collective) -> Iterator[SplitOrigin]:
         seen = set()

@@ -239,7 +239,7 @@ def summary(f: Forecast) -> list[str]:
     """The step, the memory and what is sent, a line each."""
     memory = f.memory
     room = "fits in" if f.fits else "DOES NOT FIT in"
-    planned = f"  plan    made for {f.planned_for}; gshard.jit(hardware=...) plans for others"
+    planned = f"  plan    for {f.planned_for}; gshard.jit(hardware=...) plans for these devices"
     return [
         f"{f.devices} x {f.hardware.name}, {f.topology.name}",
         *([planned] if f.planned_for else []),

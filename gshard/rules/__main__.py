@@ -6,7 +6,7 @@ primitives that another release of JAX has are kept.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from jax.extend.core import Primitive
@@ -32,11 +32,11 @@ A dim in the second column splits for free: nothing is sent. One in the third ne
 tiles, by halo exchange or CollectivePermutes, and only those rows are sent. One in the fourth needs
 a collective over all tiles of the dim, of what the column names; `lowered.collectives` lists each
 with its bytes, its reason and the line that caused it. If there are several ways, the cheapest is
-taken. Primitives in italics are not exported by
-`jax.extend.core.primitives`.
+taken. Primitives in italics are not exported by `jax.extend.core.primitives`. The last column is
+the file of the rule in `gshard/rules`; without one, it is the rule of elementwise operators.
 
-| primitive | free | by halo or permutes | by gather, exchange or reduction |
-|---|---|---|---|
+| primitive | free | by halo or permutes | by gather, exchange or reduction | rule |
+|---|---|---|---|---|
 """
 
 
@@ -54,11 +54,11 @@ def table() -> str:
     for primitive, rule in described.items():
         # Other packages that register a region may be loaded or not.
         if isinstance(rule, Rule) or rule.partition.__module__.startswith("gshard.rules"):
-            rows[primitive] = _row(rule.doc)
+            rows[primitive] = f"{_row(rule.doc)} | {_file(rule)}"
     for primitive in (*CALLS, shard_map_p):
-        rows[primitive] = _row(Doc(free="inlined: as its body"))
+        rows[primitive] = _row(Doc(free="inlined: as its body")) + " | "
     for primitive in REFS:
-        rows[primitive] = _row(Doc(free="as reads and writes of a value"))
+        rows[primitive] = _row(Doc(free="as reads and writes of a value")) + " | "
     named = sorted(
         (public[p].removesuffix("_p") if p in public else p.name, p not in public, row)
         for p, row in rows.items()
@@ -84,8 +84,18 @@ def _row(doc: Doc) -> str:
     return " | ".join((doc.free, doc.halo, doc.gather))
 
 
+def _file(rule: Rule | RegionRule) -> str:
+    """The file of the first function that is the rule's own."""
+    used = [getattr(rule, n, None) for n in ("run", "ways", "local", "partition", "factors")]
+    modules = [getattr(getattr(f, "func", f), "__module__", "") for f in used]
+    own = [m.split(".")[2] for m in modules if m.startswith("gshard.rules.") and ".base" not in m]
+    return f"`{own[0]}.py`" if own else ""
+
+
 if __name__ == "__main__":
-    if "--update" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description="Print the table of operators.")
+    parser.add_argument("--update", action="store_true", help=f"write it to {PAGE} instead")
+    if parser.parse_args().update:
         PAGE.write_text(merged(table(), PAGE.read_text()))
     else:
         print(table(), end="")

@@ -96,7 +96,7 @@ def test_tensors_of_one_line_are_tried_one_by_one():
     structs["b"] = jax.ShapeDtypeStruct((64, 32), "float32")
     x = jax.ShapeDtypeStruct((8192, 64), "float32")
     text = str(gshard.jit(forward, devices=8).lower(structs, x).explain("h100", seconds=math.inf))
-    assert "all 2 tensors of this line (ws['a'] and 1 more) saves 21,504 of 21,504 B, and " in text
+    assert "both tensors of this line (ws['a'] and 1 more) saves 21,504 of 21,504 B, and " in text
     assert "removing split(ws['a'], 0, 8) saves 14,336 of 21,504 B, and needs" in text
 
 

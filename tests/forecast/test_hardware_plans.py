@@ -58,7 +58,7 @@ def test_a_forecast_is_for_the_hardware_planned_for_or_says_so():
     assert planned.forecast().planned_for == planned.forecast("h200").planned_for == ""
     assert "plan " not in str(planned.forecast())
     assert planned.forecast("tpu-v5e").planned_for == "h200"
-    assert "plan    made for h200; " in str(planned.forecast("tpu-v5e"))
+    assert "plan    for h200; " in str(planned.forecast("tpu-v5e"))
     generic = gshard.jit(product, devices=8).lower(*SHAPES)
     assert generic.forecast("h200").planned_for == "generic accelerators"
 

@@ -62,7 +62,7 @@ def models(runs: Sequence[Gathered]) -> Grid:
         rows.append(_baselines(run, several=len(shown) > 1))
     breaks = (len(runs),) if shown else ()
     return Grid(
-        "models-table", columns, rows, "Models, what they took and what they reached", breaks=breaks
+        "models-table", columns, rows, "Models: cost and quality", breaks=breaks
     )
 
 
