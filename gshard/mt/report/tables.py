@@ -61,9 +61,7 @@ def models(runs: Sequence[Gathered]) -> Grid:
     for run in shown:
         rows.append(_baselines(run, several=len(shown) > 1))
     breaks = (len(runs),) if shown else ()
-    return Grid(
-        "models-table", columns, rows, "Models: cost and quality", breaks=breaks
-    )
+    return Grid("models-table", columns, rows, "Models: cost and quality", breaks=breaks)
 
 
 def _model(run: Gathered, runs: Sequence[Gathered]) -> list[Cell]:
