@@ -74,8 +74,10 @@ def conflicts(findings: Findings) -> list[str]:
     """What was decided about conflicting splits, in the names of the tensors that are annotated."""
     named: dict[tuple[str, str], dict[str, None]] = {}
     for eqn in findings.subject.annotations:
-        place = shape(eqn.outvars[0]), f" ({source_of(eqn)})"
-        named.setdefault(place, {}).setdefault(findings.names.value(eqn.outvars[0]))
+        var = eqn.outvars[0]
+        named.setdefault((shape(var), f" ({source_of(eqn)})"), {}).setdefault(
+            findings.names.value(var)
+        )
     found = "\n".join(map(str, findings.subject.conflicts))
     for (known, place), (first, *others) in named.items():
         more = f" and {len(others)} more" if others else ""
