@@ -9,6 +9,7 @@ written, and what a node sends is what its code sends.
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -89,7 +90,7 @@ def add_node(node: Node, array: jax.Array) -> jax.Array:
 
 def node_of(eqn: JaxprEqn) -> Node | None:
     """The node that an equation of a plan is; None for local work."""
-    return eqn.params["node"] if eqn.primitive in _NODES else None
+    return eqn.params.get("node")
 
 
 @dataclass(frozen=True)
@@ -148,17 +149,12 @@ def node_bytes(eqn: JaxprEqn) -> int:
     return node.sent(tuple(aval.shape), aval.dtype)
 
 
-_NODES: dict[Primitive, str] = {}
-_PRIMITIVES: dict[str, Primitive] = {}
-
-
+@functools.cache
 def _primitive(kind: type[Node]) -> Primitive:
-    """The primitive for nodes of a kind."""
-    if kind.name not in _PRIMITIVES:
-        made = _PRIMITIVES[kind.name] = Primitive(kind.name)
-        made.def_abstract_eval(_result_aval)
-        _NODES[made] = kind.name
-    return _PRIMITIVES[kind.name]
+    """The primitive for nodes of a kind; no other has a parameter `node`."""
+    made = Primitive(kind.name)
+    made.def_abstract_eval(_result_aval)
+    return made
 
 
 def _result_aval(array: Any, *device: Any, node: Node) -> ShapedArray:

@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -252,34 +252,17 @@ def _shifts(windows: Windows) -> list[Shift] | None:
 # -------------------------------------------------- pieces in rounds of CollectivePermutes
 
 
-class Shipment(Protocol):
-    """Data that one device, or the holders of one tile, have and others need."""
-
-    @property
-    def sender(self) -> int:
-        """The device or tile that has it."""
-        ...
-
-    @property
-    def receiver(self) -> int:
-        """The device or tile that needs it."""
-        ...
+def is_remote(piece: Any) -> bool:
+    """Whether a piece has to be sent, from its `sender` to its `receiver`: devices, or tiles."""
+    return bool(piece.sender != piece.receiver)
 
 
-P = TypeVar("P", bound=Shipment)
-
-
-def is_remote(piece: Shipment) -> bool:
-    """Whether it has to be sent."""
-    return piece.sender != piece.receiver
-
-
-def in_rounds(pieces: Iterable[P], limit: int | None = None) -> list[list[P]] | None:
+def in_rounds(pieces: Iterable[Any], limit: int | None = None) -> list[list[Any]] | None:
     """`pieces` in rounds, in each of which a device sends and receives at most once.
 
     Local ones are in rounds of their own; None if more than `limit` rounds would send.
     """
-    rounds: dict[bool, list[list[P]]] = {False: [], True: []}
+    rounds: dict[bool, list[list[Any]]] = {False: [], True: []}
     taken: dict[Any, set[int]] = defaultdict(set)  # rounds, by who sends and who receives in them
     for piece in pieces:
         remote = is_remote(piece)
