@@ -30,6 +30,7 @@ from gshard.mt.data import fetch, jobs
 from gshard.mt.data.corpus import MANIFEST, VERSION, Corpus, write_rows
 from gshard.mt.data.labels import label_tests
 from gshard.mt.data.splits import (
+    SPLITS,
     CorpusRow,
     HeldOutShares,
     given_splits,
@@ -204,9 +205,8 @@ def _given(table: pa.Table) -> Iterable[tuple[str, str]]:
 
 
 def _stronger(mine: dict[int, str], theirs: dict[int, str]) -> dict[int, str]:
-    order = ("train", "dev", "test")
     for mark, split in theirs.items():
-        if mark not in mine or order.index(split) > order.index(mine[mark]):
+        if mark not in mine or SPLITS.index(split) > SPLITS.index(mine[mark]):
             mine[mark] = split
     return mine
 
@@ -245,7 +245,8 @@ def _write(
             entries[language] = entry
             dropped.update(reasons)
             step(language)
-        dropped.update(label_tests(part, entries, config.shares.most["test"]))
+        too_many, english = label_tests(part, entries, config.shares.most["test"])
+        dropped.update(too_many)
         sums = sorted(split["sha256"] for entry in entries.values() for split in entry.values())
         folder = f"corpus-{hashlib.sha256(''.join(sums).encode()).hexdigest()[:12]}"
         part.chmod(0o755)
@@ -257,6 +258,7 @@ def _write(
         "shares": {"test": config.shares.test, "dev": config.shares.dev}
         | {f"most_{split}": count for split, count in config.shares.most.items()},
         "languages": entries,
+        "english": english,  # different sentences to train on
         "sources": _sources(config, work),
         "units": {result.name: result.pairs for result in results},
         "dropped": {reason: count for reason, count in dropped.items() if count},
@@ -315,16 +317,9 @@ def _sources(config: GatherConfig, work: Path) -> list[dict[str, Any]]:
     if config.tier is not None:
         for package, _ in config.tier.packages():
             if stamp := fetch.fetched(package, work / "packages"):
-                sources.append(
-                    {
-                        "client": stamp.client,
-                        "name": stamp.name,
-                        "version": stamp.version,
-                        "licence": stamp.licence or "unknown",
-                        "bytes": stamp.bytes,
-                        "sha256": stamp.sha256,
-                    }
-                )
+                names = ("client", "name", "version", "licence", "bytes", "sha256")
+                sources.append({name: getattr(stamp, name) for name in names})
+                sources[-1]["licence"] = stamp.licence or "unknown"
     for own in config.own:
         files = [path for path in own.paths if path.is_file()]
         sources.append(

@@ -18,7 +18,7 @@ A hash is a sum of words times powers in 64 bits: taking out a word, or a window
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,9 +170,12 @@ def close(held_out: Sequence[str], training: Iterable[str]) -> np.ndarray:
     return found
 
 
-def label_tests(folder: Path, entries: dict[str, dict[str, Any]], most: int) -> Counter[str]:
-    """Write the test sentences of all languages again with their labels; what is dropped.
+def label_tests(
+    folder: Path, entries: dict[str, dict[str, Any]], most: int
+) -> tuple[Counter[str], int]:
+    """Write the test sentences of all languages again with their labels.
 
+    Returns what is dropped, and how many different English sentences the training text has.
     Sentences of held-out documents that are training text of another origin too are dropped, and
     of each label those above `most`, unless the user gave them. `entries` are the manifest's.
     """
@@ -180,10 +183,10 @@ def label_tests(folder: Path, entries: dict[str, dict[str, Any]], most: int) -> 
         language: _rows(folder, language) for language, entry in entries.items() if "test" in entry
     }
     keys = sorted({fold(row.english) for each in rows.values() for row in each})
-    same: set[str] = set()
-    is_close = dict(
-        zip(keys, close(keys, _training(folder, entries, set(keys), same)), strict=True)
-    )
+    same, seen = set[str](), set[int]()
+    training = _training(folder, entries, set(keys), same, seen)
+    is_close = dict(zip(keys, close(keys, training), strict=True))
+    deque(training, 0)  # which is not read where no sentence is held out
     origins = {
         name for entry in entries.values() for name in entry.get("train", {}).get("origins", ())
     }
@@ -210,7 +213,7 @@ def label_tests(folder: Path, entries: dict[str, dict[str, Any]], most: int) -> 
         if entry is None:
             (folder / "test" / f"{language}.parquet").unlink()
             del entries[language]["test"]
-    return dropped
+    return dropped, len(seen)
 
 
 def _rows(folder: Path, language: str) -> list[CorpusRow]:
@@ -219,10 +222,9 @@ def _rows(folder: Path, language: str) -> list[CorpusRow]:
 
 
 def _training(
-    folder: Path, entries: Mapping[str, Any], held_out: set[str], same: set[str]
+    folder: Path, entries: Mapping[str, Any], held_out: set[str], same: set[str], seen: set[int]
 ) -> Iterator[str]:
     """The training English of all languages, folded and once; what is held out goes to `same`."""
-    seen: set[int] = set()
     for language, entry in entries.items():
         if "train" not in entry:
             continue

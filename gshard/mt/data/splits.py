@@ -120,14 +120,11 @@ class _HeldOutRows:
         self.marks.add(mark)
         self._rows[mark] = row
         if len(self._rows) > 2 * self._most + 1000:
-            self._rows = dict(self._least())
+            self._rows = dict(sorted(self._rows.items())[: self._most])
 
     def rows(self) -> list[CorpusRow]:
         """No more than are wanted."""
-        return [row for _, row in self._least()]
-
-    def _least(self) -> list[tuple[int, CorpusRow]]:
-        return sorted(self._rows.items())[: self._most]
+        return [row for _, row in sorted(self._rows.items())[: self._most]]
 
 
 def split_language(

@@ -14,7 +14,9 @@ from gshard.mt.data.splits import SPLITS
 
 def language_table(corpus: Corpus, most: int = 0) -> Table:
     """Pairs by language and split, the largest language first; `most` rows, or all."""
-    table = Table(title=f"{len(corpus.languages)} languages with English")
+    english = corpus.manifest.get("english", 0)  # earlier versions did not count them
+    counted = f", {english:,} different English sentences" if english else " with English"
+    table = Table(title=f"{len(corpus.languages)} languages{counted}")
     for name in ("rank", "language", *SPLITS, "English words", "4 words or more"):
         table.add_column(name, justify="left" if name == "language" else "right")
     shown = corpus.languages[: most or None]

@@ -74,6 +74,10 @@ def test_a_tier_becomes_a_corpus(tier_plan):
     total = sum(corpus.count("de", split) for split in SPLITS)
     assert total == COUNT  # the second package brings nothing new
     assert min(corpus.count("de", split) for split in SPLITS) > 0
+    trained_on = [
+        row for (_, split), rows in everything(corpus).items() if split == "train" for row in rows
+    ]
+    assert corpus.manifest["english"] == len({row["english"] for row in trained_on})
     assert corpus.manifest["dropped"]["untranslated"] == 4
     assert corpus.manifest["dropped"]["duplicate"] == 2 * COUNT
     assert [source["licence"] for source in corpus.manifest["sources"]] == ["MIT", "MIT"]
@@ -285,7 +289,7 @@ def test_tiers_are_data():
     part = tiers.load("m4-part")
     in_part = [package.name for package, _ in part.packages()]
     assert in_part == [name for name in names if name in in_part]
-    assert (len(in_part), part.languages) == (150, m4.languages)
+    assert (len(in_part), part.languages) == (348, m4.languages)
     assert len(set(m4.languages)) == 106
     assert all(language_of(language) == language for language in m4.languages)
     assert m4.far_share > full.far_share == 0

@@ -108,6 +108,7 @@ def compared_with_a_loop(corpus):
     }
     train = [row for (_, split), each in rows.items() if split == "train" for row in each]
     texts = {fold(row["english"]) for row in train}
+    assert corpus.manifest["english"] == len({row["english"] for row in train})
     origins = {row["origin"] for row in train}
     found = set()
     for (_, split), each in rows.items():
