@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from gshard.capture.simplify import PASSES
 from gshard.graph.history import History
@@ -141,27 +141,28 @@ class Stages:
 
         Its first results are as `wanted`; `sums` are results that may be unreduced.
         """
-        flat, found = self._planned(body, operands)
-        first, rest = lifted(flat)
+        first, rest = lifted(body)
+        fixed = jaxpr_as_fun(first)()
+        kinds = [
+            Tile.blank(Sharding.replicated(a.ndim, self.per_stage), a.shape, a.dtype) for a in fixed
+        ]
+        flat, found = self._planned(rest, [*kinds, *operands])
         made = list[Tile]()
 
-        def planner() -> Planner:
-            place = Place(self.ctx.place.axes, self.per_stage, blocks=self.count)  # of this trace
-            return Planner(place, found, self.ctx.memory_limit)
-
-        fixed = planner().run_body(first, [])
-
         def run(*arrays: Any) -> list[Any]:
-            own = planner()
+            place = Place(self.ctx.place.axes, self.per_stage, blocks=self.count)  # of this trace
+            planner = Planner(place, found, self.ctx.memory_limit)
             ready = [
-                own.reshard(kind.holding(a), found.shardings[v], _OPERAND)
-                for a, kind, v in zip(arrays, operands, flat.jaxpr.invars, strict=True)
+                planner.reshard(kind.holding(a), found.shardings[v], _OPERAND)
+                for a, kind, v in zip(
+                    [*fixed, *arrays], [*kinds, *operands], flat.jaxpr.invars, strict=True
+                )
             ]
-            made[:] = own.run_body(rest, [*fixed, *ready], sums or {})
+            made[:] = planner.run_body(flat, ready, sums or {})
             for number, kind in enumerate(wanted):
                 if kind is not None:
                     reason = Reason("result", "pipeline")
-                    made[number] = own.reshard(made[number], kind.sharding, reason)
+                    made[number] = planner.reshard(made[number], kind.sharding, reason)
             return [t.array for t in made]
 
         jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(k.array.shape, k.array.dtype) for k in operands))

@@ -8,7 +8,7 @@ kept. No product is computed twice, and what `jax.checkpoint` says of residuals 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -22,6 +22,7 @@ from gshard.graph.graph import inputs_of, live, needed_for
 from gshard.graph.kinds import PRODUCTS
 from gshard.graph.regions import bodies, called
 from gshard.graph.source import on_behalf_of
+from gshard.tensors.annotate import annotate_p
 from gshard.tensors.tile import byte_size
 
 
@@ -68,40 +69,39 @@ def lifted(program: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
 
     No broadcasts, whose results are larger than what they read, and nothing larger than operands.
     """
-    sizes = [byte_size(a.shape, a.dtype) for a in program.in_avals]
-
-    def is_small(var: Any) -> bool:
-        return var.aval.shape and byte_size(var.aval.shape, var.aval.dtype) <= max(sizes)
-
+    most = max((byte_size(a.shape, a.dtype) for a in program.in_avals), default=0)
+    eqns = program.jaxpr.eqns
+    stay = (v for eqn in eqns if eqn.primitive is annotate_p or eqn.effects for v in eqn.outvars)
     first = [
         eqn
-        for eqn in _apart(program.jaxpr.eqns, program.jaxpr.invars)
-        if eqn.primitive not in (p.broadcast_in_dim_p, p.iota_p) and all(map(is_small, eqn.outvars))
+        for eqn in _apart(eqns, [*program.jaxpr.invars, *stay])
+        if eqn.primitive not in (p.broadcast_in_dim_p, p.iota_p)
+        if all(v.aval.shape and byte_size(v.aval.shape, v.aval.dtype) <= most for v in eqn.outvars)
     ]
-    jaxpr = program.jaxpr
-    rest = live([eqn for eqn in jaxpr.eqns if eqn not in first], jaxpr.outvars)
-    kept = _read(rest, jaxpr.outvars, {v for eqn in first for v in eqn.outvars})
-    before = _part(program, [], kept, needed_for(kept, jaxpr.eqns))
-    return before, _part(program, [*kept, *jaxpr.invars], jaxpr.outvars, rest)
+    return _cut(program, 0, 0, 0, first, live)
 
 
 def _cut(
-    whole: ClosedJaxpr, fixed: int, end: int, goals: int, first: Iterable[JaxprEqn]
-) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    whole: ClosedJaxpr, fixed: int, end: int, goals: int, first: Iterable[JaxprEqn],
+    needed: Callable[..., list[JaxprEqn]] = lambda eqns, wanted: needed_for(wanted, eqns),
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:  # fmt: skip
     """Two programs: the first `goals` results, by the equations `first`, and the other results.
 
     The first has the operands before `end`. It also returns what the second needs of what varies;
     what depends on `fixed` operands alone is computed in both.
     """
     jaxpr = whole.jaxpr
-    made = {*jaxpr.invars[:end], *(v for eqn in first for v in eqn.outvars)}
-    ready, wanted = made & _reached(jaxpr.eqns, jaxpr.invars[fixed:]), jaxpr.outvars[goals:]
-    eqns = [eqn for eqn in jaxpr.eqns if not ready.issuperset(eqn.outvars)]
-    eqns = needed_for(wanted, eqns)
-    kept = _read(eqns, wanted, ready)
-    before = _program(whole, jaxpr.invars[:end], [*jaxpr.outvars[:goals], *kept], jaxpr.eqns)
+    ready = {*jaxpr.invars[:end], *(v for eqn in first for v in eqn.outvars)}
+    if end:  # otherwise what does not vary is taken, without effects
+        ready &= _reached(jaxpr.eqns, jaxpr.invars[fixed:])
+    wanted = jaxpr.outvars[goals:]
+    eqns = needed([eqn for eqn in jaxpr.eqns if not ready.issuperset(eqn.outvars)], wanted)
+    read = [*inputs_of(eqns), *(v for v in wanted if not isinstance(v, Literal))]
+    kept = [v for v in dict.fromkeys(read) if v in ready]
+    early = jaxpr.eqns if end else needed_for(kept, jaxpr.eqns)
+    before = _program(whole, jaxpr.invars[:end], [*jaxpr.outvars[:goals], *kept], early)
     given = [*jaxpr.invars[:fixed], *kept, *jaxpr.invars[end:]]
-    return before, _program(whole, given, wanted, eqns)
+    return before, _program(whole, given, wanted, eqns, bool(end))
 
 
 def with_gradients(program: ClosedJaxpr, operands: int) -> ClosedJaxpr:
@@ -141,25 +141,15 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
     return cast("ClosedJaxpr", rebuilt(program, interpret))
 
 
-def _read(eqns: Sequence[JaxprEqn], wanted: Sequence[Any], ready: set[Any]) -> list[Any]:
-    """What equations, and results, take of some variables."""
-    read = [*inputs_of(eqns), *(v for v in wanted if not isinstance(v, Literal))]
-    return [v for v in dict.fromkeys(read) if v in ready]
-
-
-def _part(
-    like: ClosedJaxpr, operands: Sequence[Any], results: Sequence[Any], eqns: Sequence[JaxprEqn]
-) -> ClosedJaxpr:
-    """A program of some of the equations of another, which stay the same ones."""
+def _program(
+    like: ClosedJaxpr, operands: Sequence[Any], results: Sequence[Any], eqns: Sequence[JaxprEqn],
+    pruned: bool = True,
+) -> ClosedJaxpr:  # fmt: skip
+    """A program of some of the equations of another; `pruned`, it calls nothing on the host."""
     unnamed = like.jaxpr.debug_info.with_unknown_names()
     parts = {"invars": list(operands), "outvars": list(results), "eqns": list(eqns)}
-    return like.replace(jaxpr=like.jaxpr.replace(**parts, debug_info=unnamed))
-
-
-def _program(*parts: Any) -> ClosedJaxpr:
-    """The same, without what no result needs."""
-    found = _part(*parts)
-    return found.replace(jaxpr=drop_unused(found.jaxpr))
+    jaxpr = like.jaxpr.replace(**parts, debug_info=unnamed)
+    return like.replace(jaxpr=drop_unused(jaxpr) if pruned else jaxpr)
 
 
 def _reached(eqns: Sequence[JaxprEqn], start: Iterable[Any]) -> set[Any]:
