@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import sys
 import traceback
@@ -20,26 +21,7 @@ except ImportError:
     sys.exit("the gshard command needs more packages: pip install 'gshard[cli]'")
 
 import gshard
-from gshard.commands import (
-    auto,
-    compare,
-    data,
-    doctor,
-    evaluate,
-    explain,
-    fits,
-    forecast,
-    importing,
-    interval,
-    launch,
-    profile,
-    release,
-    report,
-    serve,
-    study,
-    train,
-    translate,
-)
+from gshard.commands import data, importing, launch
 from gshard.commands.options import PlainCommand, PlainGroup
 from gshard.errors import UserError
 from gshard.untrusted import printable_lines
@@ -73,12 +55,12 @@ app = typer.Typer(
     help="Partition annotated JAX programs, and train multilingual translation with them.",
 )
 app.add_typer(data.app, name="data", rich_help_panel=_TRANSLATION)
-for _panel, _modules in (
-    (_PROGRAMS, (explain, compare, auto, fits, forecast, profile, interval, doctor)),
-    (_TRANSLATION, (train, evaluate, translate, serve, report, study, release)),
+for _panel, _names in (
+    (_PROGRAMS, "explain compare auto fits forecast profile interval doctor"),
+    (_TRANSLATION, "train evaluate translate serve report study release"),
 ):
-    for _module in _modules:
-        _command = getattr(_module, _module.__name__.rpartition(".")[2])
+    for _name in _names.split():
+        _command = getattr(importlib.import_module(f"gshard.commands.{_name}"), _name)
         app.command(cls=PlainCommand, rich_help_panel=_panel)(_command)
 app.command("import", cls=PlainCommand, rich_help_panel=_TRANSLATION)(importing.import_)
 app.command(cls=PlainCommand, rich_help_panel=_TRANSLATION, context_settings=launch.SETTINGS)(

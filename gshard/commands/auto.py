@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gshard.commands.functions import given_arguments, imported, one_line_errors
+from gshard.commands.functions import arguments_of, imported, one_line_errors
 from gshard.commands.options import Arguments, Hardware, Json, Plots, Shapes
 from gshard.commands.show import working
 from gshard.errors import UserError
@@ -63,7 +63,7 @@ def auto(
     if out is not None and not out.absolute().parent.is_dir():
         raise UserError(f"--out is {out}; there is no folder {out.parent}")
     with one_line_errors():
-        given = given_arguments(shapes, arguments)
+        given = arguments_of(shapes, arguments)
         step = Step(imported(function), given)
         with working() as tell, _Phases(tell):
             tell(f"choosing annotations for {devices} devices, about {seconds:.0f} seconds")

@@ -6,12 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gshard.commands.functions import (
-    given_arguments,
-    imported,
-    one_line_errors,
-    use_virtual_devices,
-)
+from gshard.commands.functions import arguments_of, imported, one_line_errors, use_virtual_devices
 from gshard.commands.options import Arguments, HardwareOfPaper, Json, Page, Shapes
 from gshard.commands.show import working
 from gshard.untrusted import printable_lines
@@ -37,7 +32,7 @@ def compare(
 
     with one_line_errors():
         use_virtual_devices(devices)
-        given = Step(imported(step), given_arguments(shapes, arguments))
+        given = Step(imported(step), arguments_of(shapes, arguments))
         with working() as tell:
             found = compare(given, hardware, seconds, tell)
     print(json.dumps(found.as_dict(), indent=1) if as_json else printable_lines(str(found)))

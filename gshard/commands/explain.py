@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.commands.functions import given_arguments, imported, one_line_errors
+from gshard.commands.functions import arguments_of, imported, one_line_errors
 from gshard.commands.options import Arguments, Hardware, Json, Page, Shapes
 from gshard.commands.show import working
 from gshard.untrusted import printable_lines
@@ -49,7 +49,7 @@ def explain(
     import gshard
 
     with one_line_errors():
-        given = given_arguments(shapes, arguments)
+        given = arguments_of(shapes, arguments)
         jitted = gshard.jit(imported(function), devices=devices, hardware=hardware)
         with working() as tell:
             tell(f"partitioning {function} for {devices} devices")

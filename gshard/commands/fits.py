@@ -7,12 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gshard.commands.functions import (
-    given_arguments,
-    imported,
-    one_line_errors,
-    use_virtual_devices,
-)
+from gshard.commands.functions import arguments_of, imported, one_line_errors, use_virtual_devices
 from gshard.commands.options import Arguments, Json, Shapes
 from gshard.commands.show import working
 from gshard.untrusted import printable_lines
@@ -47,7 +42,7 @@ def fits(
             raise ValueError(f"--on is {on!r}; write number and kind of devices, as in 8xh100")
         machine = hardware(asked[2])
         use_virtual_devices(int(asked[1]))
-        given = Step(imported(step), given_arguments(shapes, arguments))
+        given = Step(imported(step), arguments_of(shapes, arguments))
         with working() as tell:
             found = fits(given, machine, batch, seconds, tell)
     print(json.dumps(found.as_dict(), indent=1) if as_json else printable_lines(str(found)))

@@ -68,7 +68,7 @@ def _user_line(error: Exception) -> str:
     return ""
 
 
-def given_arguments(shapes: Sequence[str] | None, function: str | None) -> tuple[Any, ...]:
+def arguments_of(shapes: Sequence[str] | None, function: str | None) -> tuple[Any, ...]:
     """The arguments of a function: by their shapes, or as `module:function` returns them."""
     if bool(shapes) == (function is not None):
         raise UserError("give the shapes of the arguments, or --arguments module:function")

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gshard.commands.functions import (
-    given_arguments,
-    imported,
-    one_line_errors,
-    use_virtual_devices,
-)
+from gshard.commands.functions import arguments_of, imported, one_line_errors, use_virtual_devices
 from gshard.commands.options import Arguments, Hardware, Json, Shapes
 from gshard.commands.show import working
 from gshard.untrusted import printable_lines
@@ -50,7 +45,7 @@ def profile(
     with one_line_errors(), tempfile.TemporaryDirectory() as folder:
         if devices is not None:
             use_virtual_devices(devices)
-        given = given_arguments(shapes, arguments)
+        given = arguments_of(shapes, arguments)
         with working() as tell:
             tell(f"partitioning and compiling {function}")
             lowered = gshard.jit(imported(function), hardware=hardware).lower(*given)

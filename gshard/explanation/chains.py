@@ -51,12 +51,6 @@ class SplitOrigin:
         return source_of(self.annotation) if self.annotation else ""
 
 
-def chain(subject: Subject, var: Any, dim: int) -> list[Link]:
-    """From an annotation to `var`, of which `dim` is split; empty if no annotation led to it."""
-    found = origin(subject, var, dim)
-    return list(found.links) if found and found.annotation else []
-
-
 def origin(subject: Subject, var: Any, dim: int) -> SplitOrigin | None:
     """Where the split of `dim` comes from: the nearest annotation, else an argument."""
     asked, arguments = subject.annotated, set(subject.flat.jaxpr.invars)

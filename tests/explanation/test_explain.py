@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from gshard.explanation.chains import chain
+from gshard.explanation.chains import origin
 from gshard.explanation.fixes import search
 
 SHAPES = [(8, 64, 32), (32, 8), (8, 32, 128), (8, 128, 32)]
@@ -77,7 +77,7 @@ def test_a_chain_leads_from_an_annotation_to_the_value():
 
     lowered = gshard.jit(fn, devices=4).lower(jax.ShapeDtypeStruct((6, 8), jnp.float32))
     subject = lowered._program.subject
-    links = chain(subject, subject.flat.jaxpr.outvars[0], 0)
+    links = origin(subject, subject.flat.jaxpr.outvars[0], 0).links
     assert [link.operator.split("(")[0] for link in links] == ["split", "transpose", "mul", "tanh"]
 
 
