@@ -211,10 +211,8 @@ class _Chooser:
         near = [layout for layout in fitting if layout.seconds <= most]
         best = fewest(best_of(near), most, self.evaluator, more)
         gap = min(1.0, max(self.gaps, default=1.0))
-        looked_at, phases = self.looked_at, self.budget.report()
-        return dataclasses.replace(
-            best, bound=bound, solver_gap=gap, meshes=looked_at, phases=phases
-        )
+        best = dataclasses.replace(best, meshes=self.looked_at, phases=self.budget.report())
+        return dataclasses.replace(best, bound=bound, solver_gap=gap)
 
     def _meshes(self) -> list[MeshShape]:
         """The meshes to look at: those of few axes first, then those along the nodes of the
@@ -265,11 +263,8 @@ class _Chooser:
             if not needed and not self._more_time(clock)():
                 continue
             part = clock.part(clock.left / (len(best) - done))
-            search, found, more = (
-                AnnotationSearch(self.evaluator, choice),
-                [],
-                self._more_time(part),
-            )
+            search, more = AnnotationSearch(self.evaluator, choice), self._more_time(part)
+            found: list[Layout] = []
             for layout in search.few(part):
                 found.append(layout)
                 if not self._all_worse_than_model(found, choice) or not more():
