@@ -79,6 +79,10 @@ class Edge:
         self.variables = tuple([atoms[i] for i in self.dims.positions])
         self.named = tuple([a for a in atoms if not isinstance(a, Literal)])
 
+    def names_of(self, var: Any) -> tuple[Dim, ...]:
+        """The factors of the dims of one of its `variables`."""
+        return self.dims.names[self.variables.index(var)]
+
 
 class EdgeCost(NamedTuple):
     """What an operator costs when it runs once."""
@@ -246,14 +250,22 @@ class Flow:
 
     @functools.cached_property
     def sources(self) -> dict[Any, tuple[Any, tuple[int, ...]]]:
-        """The variables that others are transposes of, and for every dim of them the dim there."""
+        """The variables that others are transposes of, or have dims of one row more than.
+
+        And for every dim of them the dim there.
+        """
         found: dict[Any, tuple[Any, tuple[int, ...]]] = {}
         for eqn in [edge.eqn for edge in self.edges if edge.eqn is not None]:
-            var = eqn.invars[0] if eqn.primitive is p.transpose_p else None
-            if var is not None and not isinstance(var, Literal):
-                order = eqn.params["permutation"]
+            if eqn.primitive is p.transpose_p:
+                order = [*map(eqn.params["permutation"].index, range(eqn.outvars[0].aval.ndim))]
+            elif eqn.primitive is p.broadcast_in_dim_p:
+                order = list(eqn.params["broadcast_dimensions"])
+            else:
+                continue
+            var, out = eqn.invars[0], eqn.outvars[0]
+            if not isinstance(var, Literal) and var.aval.size == out.aval.size:
                 value, dims = found.get(var) or (var, range(len(order)))
-                found[eqn.outvars[0]] = value, tuple([order.index(d) for d in dims])
+                found[out] = value, tuple([order[d] for d in dims])
         return found
 
     def _cost(self, edge: Edge, known: Mapping[Any, Sharding]) -> EdgeCost:

@@ -248,12 +248,10 @@ def _grouped(flow: Flow) -> DimGroups:
     for edge in flow.edges:
         for group in {group for var in edge.variables for group in of[var]}:
             edges.setdefault(group, set()).add(edge.place)
-    sources: dict[int, set[int]] = {}
-    for other, node in source.items():  # those of `node` are known by then
-        own = {group_of[node], *sources.get(group_of[node], ())} - {group_of[other]}
-        sources.setdefault(group_of[other], set()).update(own)
-        edges[group_of[other]].update(*(edges[group] for group in own))
-    return DimGroups(of, candidates, edges, sources)
+    groups = DimGroups(of, candidates, edges)
+    for other, node in source.items():
+        groups.connect(flow, group_of[other], group_of[node])
+    return groups
 
 
 class _Classes:

@@ -33,8 +33,8 @@ class DimGroups:
     of: Mapping[Any, Sequence[int]] = field(default_factory=dict)
     # And the first tensor that has such a split
     candidates: Mapping[Candidate, tuple[Any, int]] = field(default_factory=dict)
-    edges: Mapping[int, Collection[int]] = field(default_factory=dict)  # places, by group
-    sources: Mapping[int, Collection[int]] = field(default_factory=dict)  # where splits come from
+    edges: dict[int, set[int]] = field(default_factory=dict)  # places, by group
+    between: dict[int, set[Node]] = field(default_factory=dict)  # on the way from a group's source
 
     def described(self, flow: Flow, candidate: Candidate) -> str:
         """A candidate in terms of the first annotation that asks for it, or of a tensor."""
@@ -44,6 +44,25 @@ class DimGroups:
         where = f" ({source_of(makers[0])})" if makers else ""
         _, split = candidate
         return f"dim {dim} by {split.tiles} of {var.aval.str_short(short_dtypes=True)}{where}"
+
+    def connect(self, flow: Flow, group: int, source: int) -> None:
+        """Let a group have the splits of another, along the tensors before those that it is of.
+
+        Not through operators that change the number of rows: their tiles are of other rows.
+        """
+        found = self.between.setdefault(group, set())
+        near = [v for n in self.edges[group] for v in flow.edges[n].variables]
+        while near:
+            own = self.of[var := near.pop()]
+            if source not in own or group in own or var in flow.closed:
+                continue
+            makers = [e for e in flow.touching[var] if var in e.atoms[1]]
+            dim = own.index(source)
+            resized = any(e.factors.resized.intersection(e.names_of(var)[dim]) for e in makers)
+            if (var, dim) not in found and not resized:
+                found.add((var, dim))
+                self.edges[group].update(e.place for e in makers)
+                near += [a for e in makers for a in e.variables if a is not var]
 
     def without(self, held: Collection[Any]) -> DimGroups:
         """The same, with variables that take no split in no group."""
@@ -136,12 +155,9 @@ class Spread:
 
     def is_of(self, stage: Stage, var: Any, dim: int) -> bool:
         """Whether a stage is about a dim: one of its group, or one on the way from its source."""
-        if stage[0] is None:
+        if stage[0] is None or self.groups.of[var][dim] == stage[0]:
             return True
-        own = self.groups.of[var]
-        if own[dim] == stage[0]:
-            return True
-        return own[dim] in self.groups.sources.get(stage[0], ()) and stage[0] not in own
+        return (var, dim) in self.groups.between.get(stage[0], ())
 
     def take(self, var: Any, dim: int, split: Split) -> None:
         """Split a dim, as far as that is compatible with the other splits of the tensor."""
