@@ -62,13 +62,11 @@ class Fix:
         tensor = "tensor" if several else self.tensor
         now, instead = (call.replace("tensor", tensor) for call in (self.now, self.instead))
         words = f"removing {now}" if self.instead == _NOTHING else f"{instead} instead of {now}"
-        if not several:
-            return words
+        which = f"the {self.count} tensors that have the shape of {self.tensor}"
         if self.is_all:
-            all_of = "both" if self.count == 2 else f"all {self.count}"
-            named = f"{self.tensor} and {self.count - 1} more"
-            return f"{words} of {all_of} tensors of this line ({named})"
-        return f"{words} of the {self.count} tensors that have the shape of {self.tensor}"
+            both = "both" if self.count == 2 else f"all {self.count}"
+            which = f"{both} tensors of this line ({self.tensor} and {self.count - 1} more)"
+        return f"{words} of {which}" if several else words
 
     @property
     def cost(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
 
 from gshard.explanation.chains import SplitOrigin, origin
 from gshard.explanation.names import Names, annotated_call, einsums
@@ -91,7 +92,7 @@ class Why:
 
         def is_other(eqn: JaxprEqn) -> bool:
             """Whether another of the products at a line has, or adds up, what is sent."""
-            if "reduce" in collective.kind and eqn.primitive.name == "dot_general":
+            if "reduce" in collective.kind and eqn.primitive is p.dot_general_p:
                 summed = zip(eqn.invars, eqn.params["dimension_numbers"][0], strict=False)
                 found = [(self._subject.sharding(atom), dims) for atom, dims in summed]
                 return not any(s and s.splits[dim] for s, dims in found for dim in dims)

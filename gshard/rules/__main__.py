@@ -18,11 +18,7 @@ from gshard.rules import REGIONS, RULES, RegionRule, Rule
 from gshard.rules.base.rule import Doc
 
 # Capture discharges references into values.
-REFS = (
-    exported.get_p,
-    exported.swap_p,
-    *private_primitives("state.primitives", "addupdate_p"),
-)
+REFS = (exported.get_p, exported.swap_p, *private_primitives("state.primitives", "addupdate_p"))
 PAGE = Path("docs/reference/operators.md")
 _HEAD = """# Operators
 
@@ -95,7 +91,5 @@ def _file(rule: Rule | RegionRule) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Print the table of operators.")
     parser.add_argument("--update", action="store_true", help=f"write it to {PAGE} instead")
-    if parser.parse_args().update:
-        PAGE.write_text(merged(table(), PAGE.read_text()))
-    else:
-        print(table(), end="")
+    updates, page = parser.parse_args().update, table()
+    PAGE.write_text(merged(page, PAGE.read_text())) if updates else print(page, end="")
