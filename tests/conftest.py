@@ -69,8 +69,8 @@ def pytest_collection_modifyitems(items):
     """Tests of a file share what was lowered, compiled or trained, and run in one process.
 
     Those of translation, some of which wait for other processes, come first: they do so while
-    others compute. A function with several cases runs the first of every twelve; the others are
-    slow tests.
+    others compute. A function with several cases runs the first of every six; the others are slow
+    tests.
     """
     items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] != "mt")  # is stable
     families = collections.defaultdict(list)
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.xdist_group(group))
     for family in families.values():
         for i, item in enumerate(family):
-            if i % 12:
+            if i % 6:
                 item.add_marker(pytest.mark.slow)
 
 
