@@ -157,8 +157,7 @@ def of_scripts(names: list[str], kept: Kept) -> None:
 
     A part is that of the functions in a script's `CASES`, or else of the calls.
     """
-    part = kept.part
-    right, calls, running = gshard.jit, [0], [""]
+    right, calls, running, part = gshard.jit, [0], [""], kept.part
 
     def jit(fun: Any = None, /, **keywords: Any) -> Any:
         if fun is None:
@@ -269,18 +268,16 @@ def of_xla() -> bool:
 # ------------------------------------------------------------------------ costs
 
 _ONE = """
-import resource, sys, time, jax
+import resource, sys, time, jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 8)
 import gshard
 from benchmarks.recipes import recipes
 from examples.recipes.transformer import Size
-import numpy as np
 (r,) = [r for r in recipes(Size(L=2, B=64, S=8, M=32, F=64, V=72)) if r.name == sys.argv[1]]
 rng = np.random.default_rng(0)
-def draw(x):
-    if np.issubdtype(x.dtype, np.integer): return rng.integers(0, 8, x.shape).astype(x.dtype)
-    return rng.normal(size=x.shape).astype(x.dtype)
-args = jax.tree.map(draw, r.arguments)
+is_int = lambda x: np.issubdtype(x.dtype, np.integer)
+draw = lambda x: rng.integers(0, 8, x.shape) if is_int(x) else rng.normal(size=x.shape)
+args = jax.tree.map(lambda x: draw(x).astype(x.dtype), r.arguments)
 lowered = gshard.jit(r.step, devices=8).lower(*args)
 start = time.process_time()
 ok = lowered.check(*args).ok
@@ -299,10 +296,9 @@ def of_costs(names: list[str]) -> bool:
     for name in names or ["data parallel, Adam", "tensor parallel"]:
         costs = []
         for root in (old, ROOT):
-            env = os.environ | {"PYTHONPATH": str(root)}
-            command = [sys.executable, "-c", _ONE, name]
-            done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-            words = [w for line in done.stdout.splitlines() for w in line.split()][-4:]
+            command = ["env", f"PYTHONPATH={root}", sys.executable, "-c", _ONE, name]
+            done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+            words = done.stdout.split()[-4:]
             if len(words) < 4 or words[0] != "found":
                 sys.exit(f"{name} in {root} ended with {done.returncode}:\n{done.stderr[-2000:]}")
             costs.append((float(words[2]), int(words[3]) / 2**20))
