@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.scipy.linalg
 
 import gshard
-from examples.recipes.recipe import D, Recipe, all_reduce, nbytes, show
+from examples.recipes.recipe import D, Recipe, all_gather, all_reduce, nbytes, show
 from examples.recipes.transformer import SMALL, Size
 
 
@@ -45,6 +45,18 @@ def step(model, series_BTK):
     return jax.tree.map(lambda w, g: w - 1e-3 * g, model, grads), value
 
 
+def smoothed(gain_TNN, mean_TN, spread_TNN):
+    """A series smoothed by `lax.associative_scan`, backwards in time, its steps split."""
+
+    @jax.vmap
+    def combine(after, before):
+        (gain, mean, spread), (own, more, noise) = after, before
+        return own @ gain, own @ mean + more, own @ spread @ own.T + noise
+
+    steps = tuple(gshard.split(x, 0, D) for x in (gain_TNN, mean_TN, spread_TNN))
+    return jax.lax.associative_scan(combine, steps, reverse=True)[1:]
+
+
 def recipes(size: Size = SMALL) -> list[Recipe]:
     B, T, N, K = (1024, 32, 16, 8) if size.M < 1024 else (65536, 256, 64, 32)
     f32 = jnp.float32
@@ -53,7 +65,13 @@ def recipes(size: Size = SMALL) -> list[Recipe]:
     # Each device has the gradient of its own series: as in any data parallel program.
     expert = all_reduce(nbytes(model)) + all_reduce(4)
     series = jax.ShapeDtypeStruct((B, T, K), f32)
-    return [Recipe("batch of Kalman filters", step, (model, series), expert)]
+    long = 8 * (T + 4)  # a row of every tile: of the gains, the means and the covariances
+    gains, means = (jax.ShapeDtypeStruct((long, *own), f32) for own in ((N, N), (N,)))
+    rows = all_gather(D * (2 * N * N + N) * 4)
+    return [
+        Recipe("batch of Kalman filters", step, (model, series), expert),
+        Recipe("Kalman smoother in time", smoothed, (gains, means, gains), rows),
+    ]
 
 
 if __name__ == "__main__":

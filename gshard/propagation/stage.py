@@ -15,6 +15,7 @@ from gshard.propagation.propagate import Propagated, propagate
 from gshard.propagation.rewrites.align_windows import align_windows
 from gshard.propagation.rewrites.batch_alike import batch_alike
 from gshard.propagation.rewrites.blocked_scans import block_scans
+from gshard.propagation.rewrites.cut_windows import cut_windows
 from gshard.propagation.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.propagation.rewrites.in_parts import compute_in_parts
 from gshard.propagation.rewrites.ring_attention import ring_attention
@@ -29,6 +30,7 @@ REWRITES: dict[str, tuple[Rewrite, str]] = {
     "batch_alike": (batch_alike, "not applied: no equal computations would cost less as one"),
     "unstack_rows": (unstack_rows, "not applied: no device has rows of a stack that all read"),
     "compute_in_parts": (compute_in_parts, "not applied: no tiles move to be concatenated"),
+    "cut_windows": (cut_windows, "not applied: no windows of larger tensors are read"),
     "align_windows": (align_windows, "not applied: no windows of split dims are combined"),
     "exchange_by_expert": (
         lambda jaxpr, shardings, limit, remarks: exchange_by_expert(
