@@ -30,6 +30,7 @@ from gshard.tensors.devices import Place
 from gshard.tensors.keys import is_key_type
 
 Carried = tuple[Arrays, ...]
+_FIRST = {"allow_negative_indices": False}  # no kernels that add to an index
 
 
 class State(NamedTuple):
@@ -281,13 +282,13 @@ class Machine:
 
 def put(buffers: Arrays, values: Arrays, row: Any) -> Arrays:
     """The buffers with values in a row of each."""
-    pairs = zip(buffers, values, strict=True)
-    return [lax.dynamic_update_index_in_dim(b, v.reshape(b.shape[1:]), row, 0) for b, v in pairs]
+    pairs = ((b, v.reshape(b.shape[1:])) for b, v in zip(buffers, values, strict=True))
+    return [lax.dynamic_update_index_in_dim(*pair, row, 0, **_FIRST) for pair in pairs]
 
 
 def taken(buffers: Arrays, row: Any) -> Arrays:
     """What is in a row of each buffer."""
-    return [lax.dynamic_index_in_dim(buffer, row, 0, keepdims=False) for buffer in buffers]
+    return [lax.dynamic_index_in_dim(b, row, 0, keepdims=False, **_FIRST) for b in buffers]
 
 
 def _with_floats(message: Arrays, gradient: Arrays) -> Arrays:
