@@ -178,8 +178,7 @@ class Machine:
         kept = rest[0] if keeps else []
         if keeps:
             rest = [*self.once((W,), row, lambda *s: self.layers((W,), row, later, s), sums)]
-        sums = (rest[0], rest[1])
-        return State(message, state.inbox, state.saved, kept, state.scores, *sums, batch)
+        return State(message, state.inbox, state.saved, kept, state.scores, rest[0], rest[1], batch)
 
     def _waiting(self, number: int, buffers: Arrays, slot: Any) -> Arrays:
         """The results of a pass that wait in a slot, the last ones."""
