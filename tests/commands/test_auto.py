@@ -45,9 +45,12 @@ def test_a_layout_by_shapes(folder):
     words = ["auto", "program_of_a_user:layer", "f32[65536,256]", "f32[256,256]"]
     done = CliRunner().invoke(app, [*words, "--hardware", "h100", "--explain"])
     shown = done.stdout
-    begun = re.findall(r"^(.*) \(phase (\d) of 7, .* s of work done\)$", done.stderr, re.MULTILINE)
-    assert [name for name, _ in begun][:2] == ["first layouts", "solving"]
-    assert ("removal", "7") in begun
+    begun = re.findall(
+        r"^(.*) \(phase (\d) of (\d), .* s of work done\)$", done.stderr, re.MULTILINE
+    )
+    assert [name for name, *_ in begun][:2] == ["first layouts", "solving"]
+    assert begun[-1][0] == "removal"
+    assert begun[-1][1] == begun[-1][2]
     assert shown.startswith("mesh a=8 on 8 x h100\nforecast: ")
     assert 'x: P("a", None) of 65536x256, saves ' in shown
     assert "considered:" in shown
@@ -144,5 +147,5 @@ def test_errors_are_one_line(folder, capsys, words, message):
     assert ended.value.code == 1
     *before, error = capsys.readouterr().err.splitlines()
     assert message in error
-    progress = r"choosing annotations for 8 devices.*|.* \(phase \d of 7, .*\)"
+    progress = r"choosing annotations for 8 devices.*|.* \(phase \d of \d, .*\)"
     assert all(re.fullmatch(progress, line) for line in before)
