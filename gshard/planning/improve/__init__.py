@@ -7,8 +7,7 @@ from jax.extend.core import Jaxpr
 from gshard._jax import drop_unused
 from gshard.graph.history import Pass
 from gshard.planning.improve.combine import combine
-from gshard.planning.improve.expand import expand
-from gshard.planning.improve.share import share
+from gshard.planning.improve.expand import expand, share
 
 # `drop_unused`: a loop gives all values that it carries, needed or not, and the planner reduces or
 # moves each of its results as if it were.

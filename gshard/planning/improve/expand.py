@@ -1,7 +1,8 @@
-"""The code of nodes: a reshard, a reduction or a halo as local work and collectives.
+"""Nodes merged, and their code: a reshard, a reduction or a halo as local work and collectives.
 
 What several collectives do is one node while plans are made and improved. Then `expand` replaces it
-by its code, in which every collective is a node of its own: these can be combined.
+by its code, in which every collective is a node of its own: these can be combined. Before that,
+`share` makes equal nodes one.
 
 Equal nodes on operands of the same type are traced once, however many layers there are. A table
 lookup by the device's number happens once in a program or body.
@@ -92,3 +93,24 @@ def _reason(node: Node, step: Reason) -> Reason:
     """The reason of a step of a node's code."""
     why = node.reason if step.kind == UNEXPLAINED.kind else replace(node.reason, kind=step.kind)
     return why.then(step.detail) if step.detail else why
+
+
+@renaming
+def share(plan: Jaxpr, names: Names) -> Jaxpr:
+    """The plan with equal nodes merged: those that do the same to the same value, for whomever."""
+    eqns: list[JaxprEqn] = []
+    made: dict[Any, Any] = {}
+    for eqn in plan.eqns:
+        eqn = renamed(eqn, names) if names else eqn
+        node = node_of(eqn)
+        if node is not None and not node.reason.is_asked:
+            (out,) = eqn.outvars
+            first = made.setdefault((node.unexplained(), eqn.invars[0]), out)
+            if first is not out:
+                names[out] = first
+                continue
+        eqns.append(eqn)
+    if len(eqns) == len(plan.eqns):
+        return plan
+    outvars = [a if isinstance(a, Literal) else names.get(a, a) for a in plan.outvars]
+    return plan.replace(eqns=eqns, outvars=outvars)
