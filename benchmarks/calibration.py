@@ -61,8 +61,8 @@ class Step(NamedTuple):
 def traced(width: int, shape: tuple[int, int], warm: float, folder: str) -> Step:
     """A few steps under the profiler, after `warm` seconds of them.
 
-    A GPU lowers its clock within about a second of full load. Steps that are timed before that are
-    faster the fewer rows they have, and no hardware forecasts both them and training.
+    Without that, an H200 took more time per row the more rows a step had, which no cost per
+    operator explains: the likely cause is a clock that falls under load.
     """
     d, f = width, 4 * width
     sizes = {**dict.fromkeys(("q", "k", "v", "out"), (d, d)), "gate": (d, f), "up": (d, f)}
