@@ -101,7 +101,7 @@ def test_spellings():
 def test_values_of_spellings(fn):
     shapes, dims, _ = SPELLINGS[fn]
     splits = [even_split(len(s), d, 8) for s, d in zip(shapes, dims, strict=True)]
-    args = [np.tanh(random_array(s, seed=n)) for n, s in enumerate(shapes)]
+    args = [0.4 * np.tanh(random_array(s, seed=n)) for n, s in enumerate(shapes)]  # it decays
     check(fn, *args, inputs=splits, rtol=1e-4, atol=1e-4)
 
 
