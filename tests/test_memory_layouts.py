@@ -60,7 +60,7 @@ def placements(draw):
     st.booleans(),
 )
 def test_any_layouts_under_any_shardings_in_any_order_of_calls(partitioner, name, places, n, ahead):
-    if n < 8 and name in ("split", "irregular"):
+    if n < 8 and name in ("split", "uneven", "irregular"):
         n = 8
     value = random_array((8, 8, 8))
     step = gshard.jit(FUNCTIONS[name], devices=jax.devices()[:n], partitioner=partitioner)

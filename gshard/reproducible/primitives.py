@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.extend.core import primitives as p
@@ -51,6 +54,29 @@ scatter_in_order_p.def_abstract_eval(
 )
 mlir.register_lowering(
     scatter_in_order_p, mlir.lower_fun(p.scatter_add_p.bind, multiple_results=False)
+)
+
+
+def scatter_by_loop(x: Any, indices: Any, updates: Any, **params: Any) -> Any:
+    """One update at a time: XLA's deterministic scatter on GPUs adds in an order of sizes."""
+    numbers = params["dimension_numbers"]
+    rows = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+    kept = numbers.scatter_indices_batching_dims  # each has a part of `x` of its own
+    dims = [d for d in range(indices.ndim - 1) if d not in kept]
+    sizes = [indices.shape[d] for d in dims]
+
+    def add(number: Any, total: Any) -> Any:
+        own, update = indices, updates
+        for d, place in zip(dims, jnp.unravel_index(number, sizes), strict=True):
+            own = lax.dynamic_slice_in_dim(own, place, 1, d)
+            update = lax.dynamic_slice_in_dim(update, place, 1, rows[d])
+        return p.scatter_add_p.bind(total, own, update, **params | {"unique_indices": True})
+
+    return lax.fori_loop(0, math.prod(sizes), add, x)
+
+
+mlir.register_lowering(
+    scatter_in_order_p, mlir.lower_fun(scatter_by_loop, multiple_results=False), platform="gpu"
 )
 
 # The same value, as bits that the compiler knows nothing about; broadcast to the shape of a second

@@ -34,7 +34,9 @@ def tied(shape, dtype=np.float32, seed=0):
     if dtype == jnp.bool_:
         return rng.random(shape) < 0.5
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        return (tied(shape, np.float32, 1) + 1j * tied(shape, np.float32, 2)).astype(dtype)
+        parts = np.empty(shape, dtype)
+        parts.real, parts.imag = tied(shape, np.float32, 1), tied(shape, np.float32, 2)
+        return parts
     if jnp.issubdtype(dtype, jnp.floating):
         return rng.choice(np.array(SPECIAL, np.float32), shape).astype(dtype)
     info = jnp.iinfo(dtype)

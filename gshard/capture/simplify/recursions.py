@@ -35,7 +35,6 @@ from gshard.graph.regions import with_calls_inlined
 from gshard.rules.base.primitives import edge_p
 
 _MOST = 32  # choices of cotangents that are tried
-NOTHING = -1  # instead of the number of a gradient: no term of it is left
 
 
 @in_every_body
@@ -173,8 +172,8 @@ def _mark(graph: Graph, recursion: Recursion, elements: list[Any], marks: _Edges
         of = marks.enter(list(gradient.cotangents.values()), own)
         by = dataclasses.replace(recursion, cotangents=tuple(gradient.cotangents))
         for number, terms in gradient.terms.items():
-            for n, var in enumerate(terms):  # the sum for the first, and nothing for the others
-                marks.leave(graph, var, [*entered, *of], number if n == 0 else NOTHING, by)
+            for n, var in enumerate(terms):  # `~number`: the first has the sum, and this nothing
+                marks.leave(graph, var, [*entered, *of], number if n == 0 else ~number, by)
 
 
 class _Gradient(NamedTuple):

@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from gshard._jax import Var
 from gshard.capture.simplify.associative import Recursion, scan
-from gshard.capture.simplify.recursions import NOTHING
 from gshard.graph import Graph, at_every_level, live, renamed
 from gshard.graph.evaluate import equations_of
 from gshard.graph.source import source_of
@@ -34,15 +34,16 @@ def block_scans(
     """The program with scans along split dims in blocks, and without the marks of any."""
     if not any(eqn.primitive is edge_p for eqn in jaxpr.eqns):
         return jaxpr
-    scans, same, eqns = _Scans(Graph.of(jaxpr), shardings, remarks), dict[Any, Any](), []
+    scans, eqns = _Scans(Graph.of(jaxpr), shardings, remarks), list[JaxprEqn]()
+    same: dict[Any, Any] = {v: Var(v.aval) for v in scans.terms}
     for eqn in jaxpr.eqns:
-        eqn = renamed(eqn, same)
         if eqn.primitive is not edge_p:
-            eqns.append(eqn)
+            same |= {v: Var(v.aval) for v in scans.unfinished(eqn)}
+            eqns.append(renamed(eqn, same))
         elif eqn.outvars[0] in scans.blocked:
-            eqns += scans.blocked[eqn.outvars[0]]
+            eqns += [renamed(each, same) for each in scans.blocked[eqn.outvars[0]]]
         else:
-            same[eqn.outvars[0]] = eqn.invars[0]
+            same[eqn.outvars[0]] = same.get(eqn.invars[0], eqn.invars[0])
     results = [a if isinstance(a, Literal) else same.get(a, a) for a in jaxpr.outvars]
     return jaxpr.replace(eqns=live(eqns, results), outvars=results)
 
@@ -53,6 +54,8 @@ class _Scans:
     def __init__(self, graph: Graph, shardings: Mapping[Any, Sharding], remarks: list[str]):
         self.graph, self.shardings = graph, shardings
         self.blocked: dict[Any, list[JaxprEqn]] = {}
+        self.terms: dict[Any, frozenset[Any]] = {}  # the others of a term, or of a sum of some
+        self.added: dict[Any, set[Any]] = {}  # the terms of a sum
         groups: dict[Any, dict[Any, list[JaxprEqn]]] = {}  # by what is scanned, and cotangents
         for eqn in graph.eqns:
             if eqn.primitive is edge_p and (recursion := eqn.params["recursion"]):
@@ -128,18 +131,35 @@ class _Scans:
             found = jax.tree.unflatten(trees[0], values[:count])(list(values[count:]))
             every = dict(zip(moved, found, strict=True))
             marks = [(eqn.params["number"], eqn.outvars[0].aval) for eqn in gradients]
-            return [jnp.zeros(a.shape, a.dtype) if n == NOTHING else every[n] for n, a in marks]
+            return [jnp.zeros(a.shape, a.dtype) if n < 0 else every[n] for n, a in marks]
 
         cotangents = [
             self.graph.makers[v].invars[0] for v in gradients[0].invars[1 + len(inputs) :]
         ]
         operands, own = [*kept[len(wanted) :], *cotangents], [e.outvars[0] for e in gradients]
         after, _ = equations_of(backward, operands, own, gradients[0])
+        for number in {eqn.params["number"] for eqn in gradients}:
+            alike = [e.outvars[0] for e in gradients if e.params["number"] in (number, ~number)]
+            self.terms |= {v: frozenset(alike) - {v} for v in alike if len(alike) > 1}
         self.blocked |= {v: [] for v in (*results, *own)}
         if results:
             self.blocked |= {results[0]: made, own[0]: after}
         else:
             self.blocked[own[0]] = [*made, *after]
+
+    def unfinished(self, eqn: JaxprEqn) -> list[Any]:
+        """A sum whose value is not the user's: the first term of a gradient has the sum of all."""
+        parts = [a for a in eqn.invars if not isinstance(a, Literal) and a in self.terms]
+        if not parts:
+            return []
+        left = frozenset[Any]().union(*map(self.terms.__getitem__, parts))
+        added = {v for a in parts for v in self.added.get(a, (a,))}
+        (result,) = eqn.outvars
+        self.added[result] = added
+        if left <= added:
+            return []
+        self.terms[result] = left - added
+        return [result]
 
 
 def _of(marks: Sequence[JaxprEqn]) -> Recursion:
