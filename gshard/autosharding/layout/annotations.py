@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ def read(path: str | Path) -> dict[str, Any]:
     mesh = field("mesh", dict, "an object with sizes by name")
     positive = bool(mesh) and all(_is_count(n, 1) for n in mesh.values())
     _expect(f"{path}: mesh", mesh, positive, "names with positive sizes")
-    fields = {name: _number(f"{path}: {name}", content.get(name)) for name in _FIGURES}
+    fields = {name: _number(f"{path}: {name}", content.get(name, math.nan)) for name in _FIGURES}
     fields |= {"mesh": mesh, "hardware": printable(str(content.get("hardware", "")))}
     for name, key in (("annotations", "arguments"), ("results", "results")):
         fields[name] = tuple(
