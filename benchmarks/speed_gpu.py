@@ -55,6 +55,7 @@ def text(name: str, source: int, target: int, **more: Any) -> dict[str, Any]:
     return case | {"module": "text", "workers": 10, "config": {"groups": ROWS * SHORT // 2048}}
 
 
+DROPLESS = ("", ", no capacity", ", a slot for every choice")
 CASES: dict[str, list[dict[str, Any]]] = {
     "train": [
         train("growth", 128, 131_072, profile=True),
@@ -111,7 +112,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "curve_dropless": [
         train("curve", 32, 16_384, lengths=(128, 80), dims=BASE, config={"stacked": True})
         | {"module": "curve", "steps": 600, "limit": 300, "seeds": 2}
-        | {"ways": ["bfloat16, rounded at random", "bfloat16, rounded at random, no capacity"]},
+        | {"ways": [f"bfloat16, rounded at random{way}" for way in DROPLESS]},
     ],
     "compile": [
         train(name, 128, 131_072, cache=cache) | {"module": "compiling"}

@@ -26,7 +26,7 @@ from gshard.mt.batching.batches import Batches
 from gshard.mt.config import RunConfig
 from gshard.mt.training.programs import make_optimizer
 from gshard.nn import TrainState, Transformer, train_step
-from gshard.nn.config import Batch
+from gshard.nn.config import PAPER_GATING, Batch
 
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {"weights": "float32", "fused": True},
@@ -46,6 +46,12 @@ WAYS: dict[str, dict[str, Any]] = {
         "weights": "bfloat16",
         "fused": True,
         "config": {"dispatch": "dropless"},
+    },
+    # The same choices by another implementation: if it learns otherwise, a kernel is wrong.
+    "bfloat16, rounded at random, a slot for every choice": {
+        "weights": "bfloat16",
+        "fused": True,
+        "config": {"gating": replace(PAPER_GATING, capacity_factor=1e9)},
     },
 }
 
@@ -74,8 +80,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         begin = time.perf_counter()
         every = [run(compiled, start, first, batches, s) for s in range(case.get("seeds", 1))]
         seconds = (time.perf_counter() - begin) / len(every)
-        ends = [float(np.mean(losses[-(steps // 6) :])) for losses in every]
-        mean = [float(x) for x in np.mean(every, axis=0)]
+        ends = [float(np.mean(losses[-(steps // 6) :])) for losses, _ in every]
+        mean = [float(x) for x in np.mean([losses for losses, _ in every], axis=0)]
+        dead = np.mean([own for _, own in every], axis=0)
+        print("experts without a token at steps 20, 100, 300:", dead[[20, 100, 300]].round(1))
         found[name] = {"nll": mean, "ends": ends, "seconds": seconds}
         print(name, ends, round(seconds), flush=True)
     return {"curves": found, "compile_s": compiling}
@@ -115,15 +123,16 @@ def ready(config: RunConfig, fused: bool, first: Transformer) -> tuple[Any, Any]
 
 def run(
     compiled: Any, start: Any, first: Transformer, batches: list[Batch], seed: int
-) -> list[float]:
-    """The losses of a training over the batches; what is random in it depends on the seed."""
+) -> tuple[list[float], list[float]]:
+    """Losses and experts without a token, at each step; what is random depends on the seed."""
     state = jax.jit(start)(jax.tree.map(jnp.copy, first))  # which steps may then use up
     key = jax.random.key(seed)
-    losses = []
+    losses, dead = [], []
     for batch in batches:
         state, metrics = compiled(state, batch, key)
         losses.append(metrics.nll)
-    return [float(x) for x in np.asarray(jnp.stack(losses))]
+        dead.append(jnp.mean(metrics.encoder.dead_experts))
+    return tuple(np.asarray(jnp.stack(each)).tolist() for each in (losses, dead))
 
 
 def _shapes(config: RunConfig) -> Transformer:
