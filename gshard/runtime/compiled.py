@@ -137,7 +137,7 @@ class Compiled(Stage):
         devices as it is. JAX places all other arguments itself.
         """
         pairs = list(zip(leaves, placed, strict=True))
-        if any(x is not a and _stays_as_it_is(x) for x, a in pairs):
+        if any(x is not a and not _is_moved(x, a) for x, a in pairs):
             return None
         names = [x.sharding if x is a else None for x, a in pairs]
         return _jax.quick_data(self._stage, tree, names, self._consts, results)
@@ -253,11 +253,12 @@ def _compiled_anew(
         compilation_cache.reset_cache()
 
 
-def _stays_as_it_is(value: Any) -> bool:
-    """Whether JAX's fast path would not reshard an argument, or keep its layout."""
+def _is_moved(value: Any, placed: jax.Array) -> bool:
+    """Whether JAX's fast path moves an argument to where it was placed, and into that layout."""
     if not isinstance(value, jax.Array):
-        return False
-    return value.sharding.num_devices > 1 or other_layout(value) is not None
+        return True
+    usual = other_layout(value) is None and other_layout(placed) is None
+    return usual and value.sharding.num_devices == 1
 
 
 def _flat_formats(tree: Any) -> list[Format]:
