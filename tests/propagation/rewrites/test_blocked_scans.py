@@ -114,3 +114,17 @@ def test_any_rows_and_devices(rows, devices, data, reverse):
     split = data.draw(assignments(2, devices))
     _, with_gradients = recurrence(axis, reverse)
     check(with_gradients, *inputs(shape), devices=devices, inputs=[split] * 2, rtol=1e-2, atol=1e-2)
+
+
+def test_check_compares_no_partial_sum_of_a_gradient():
+    """The first of its terms has the sum of all: terms are no values of the user's any more."""
+
+    def loss(a, u):
+        a, u = (gshard.split(x, 0, 4) for x in (a, u))
+        scanned = lax.associative_scan(lambda x, y: (x[0] * y[0], y[0] * x[1] + y[1]), (a, u))
+        return (scanned[1] ** 2).sum()
+
+    x = np.linspace(0.1, 0.9, 24, dtype=np.float32).reshape(12, 2)
+    report = gshard.check(jax.grad(loss, (0, 1)), x, x, devices=4)
+    assert report.ok, report
+    assert report.exact
