@@ -47,6 +47,7 @@ except ImportError:  # JAX 0.10 keeps them elsewhere
     from jax._src import random as _random  # type: ignore[no-redef,assignment]
 
 gamma_one, random_clone_p = _random._gamma_one, _random.random_clone_p
+clean_up_dead_vars, last_used = _core.clean_up_dead_vars, _core.last_used
 is_default_layout = _pxla.is_default_layout
 iota_2x32_shape_p = _prng.iota_2x32_shape_p
 random_unwrap_p = _prng.random_unwrap_p

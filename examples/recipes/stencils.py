@@ -40,11 +40,11 @@ def by_gradient(u):
     return lax.fori_loop(0, STEPS, lambda _, u: u - 0.1 * u * jnp.gradient(u, axis=0), u)
 
 
-def limited(u):
+def limited(u, mode="constant"):
     """A flux of second order with limited slopes, of a field with zeros around it."""
 
     def step(_, u):
-        q = jnp.pad(u, ((2, 2), (0, 0)))
+        q = jnp.pad(u, ((2, 2), (0, 0)), mode=mode)
         d = q[1:] - q[:-1]
         slope = jnp.where(d[1:] * d[:-1] > 0, 2 * d[1:] * d[:-1] / (d[1:] + d[:-1] + 1e-6), 0)
         flux = q[1:-2] + 0.5 * slope[:-1]
@@ -61,6 +61,23 @@ def red_and_black(u):
         return u.at[1::2].add(0.1 * (jnp.roll(u, 1, 0)[1::2] + jnp.roll(u, -1, 0)[1::2]))
 
     return lax.fori_loop(0, STEPS, step, u)
+
+
+def limited_at_edges(u):
+    """The same, of a field that goes on as at its edges."""
+    return limited(u, "edge")
+
+
+def on_a_ring(u):
+    """The gradient of advection by differences of fourth order on a ring."""
+
+    def loss(u):
+        for _ in range(STEPS):
+            weights = {-2: -1.0, -1: 8.0, 1: -8.0, 2: 1.0}
+            u = u - 0.1 * u * sum(w * jnp.roll(u, k, 0) for k, w in weights.items())
+        return jnp.sum(u**2)
+
+    return jax.grad(loss)(u)
 
 
 def inverse(u, wanted):
@@ -90,6 +107,9 @@ def recipes(size: Size = SMALL) -> list[Recipe]:
         Recipe("advection, jnp.gradient", by_rows(by_gradient), (field,), borders),
         # Two rows from before a tile, one from behind it.
         Recipe("limited slopes, a padded field", by_rows(limited), (field,), borders * 3 // 2),
+        Recipe("limited slopes, edges", by_rows(limited_at_edges), (field,), borders * 3 // 2),
+        # Two rows each way, of the fields and of their gradients.
+        Recipe("fourth order on a ring", by_rows(on_a_ring), (field,), 4 * borders),
         Recipe("red and black rows", by_rows(red_and_black), (field,), 2 * borders),
         # The rows of the fields, and of their gradients; the error is summed.
         Recipe("initial heat", by_rows(inverse), (field, field), 2 * borders + all_reduce(4)),

@@ -174,12 +174,13 @@ def in_order(
 
     One that `may_wait`, and depends on a later one, comes where it is needed instead.
     """
-    graph = Graph(eqns)
+    made = {v: eqn for eqn in eqns for v in eqn.outvars}
     done: dict[JaxprEqn, None] = {}
     opened: set[JaxprEqn] = set()
 
     def missing(eqn: JaxprEqn) -> list[JaxprEqn]:
-        return [m for a in eqn.invars if (m := graph.maker(a)) and m not in done]
+        makers = [made.get(a) for a in eqn.invars if not isinstance(a, Literal)]
+        return [maker for maker in makers if maker and maker not in done]
 
     at_their_places = (e for e in eqns if not (may_wait(e) and missing(e)))
     for goal in itertools.chain(at_their_places, eqns):

@@ -141,7 +141,7 @@ def at_every_level(
             return closed if inner is closed.jaxpr else closed.replace(jaxpr=inner)
 
         eqns = [map_bodies(eqn, body) if eqn.primitive in LOOPS else eqn for eqn in jaxpr.eqns]
-        same = all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+        same = eqns == jaxpr.eqns  # equations are equal to themselves alone
         return change(jaxpr if same else jaxpr.replace(eqns=eqns), *args, **kwargs)
 
     return changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,17 @@ def source_of(eqn: JaxprEqn) -> str:
 def here() -> str:
     """`file:line` of the user's code that is running."""
     return _user_line(source_info_util.current())
+
+
+def warn_once(line: str, message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at a line of the user's, `file:line`, once of each kind."""
+    if (line, category) not in _warned:
+        _warned.add((line, category))
+        file, _, number = line.rpartition(":")
+        warnings.warn_explicit(message, category, file or line, int(number) if file else 0)
+
+
+_warned: set[tuple[str, type[Warning]]] = set()
 
 
 def site_of(eqn: JaxprEqn) -> tuple[str, str]:

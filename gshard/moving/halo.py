@@ -147,12 +147,7 @@ def pairs_along(
 
 
 def window(
-    place: Place,
-    x: jax.Array,
-    dim: int,
-    starts: int | np.ndarray,
-    width: int,
-    fill: Any = None,
+    place: Place, x: jax.Array, dim: int, starts: int | np.ndarray, width: int, fill: Any = None
 ) -> jax.Array:
     """`width` rows of the local `x` from `starts` (per device) on.
 
@@ -282,12 +277,7 @@ def _spread(halo: Halo, place: Place, x: jax.Array, size: int) -> jax.Array:
     return lax.slice_in_dim(wide, rows, rows + size, axis=dim)
 
 
-_RUN = {
-    "shifts": _by_shifts,
-    "rounds": _by_rounds,
-    "scatter": _by_scatter,
-    "gather": _by_gather,
-}
+_RUN = {"shifts": _by_shifts, "rounds": _by_rounds, "scatter": _by_scatter, "gather": _by_gather}
 
 
 # ---------------------------------------------------------------- tiles of another size

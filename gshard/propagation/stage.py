@@ -12,13 +12,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from gshard.graph.history import History
 from gshard.propagation.flow import OperatorTable
 from gshard.propagation.propagate import Propagated, propagate
-from gshard.propagation.rewrites.align_windows import align_windows
 from gshard.propagation.rewrites.batch_alike import batch_alike
 from gshard.propagation.rewrites.blocked_scans import block_scans
-from gshard.propagation.rewrites.cut_windows import cut_windows
 from gshard.propagation.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.propagation.rewrites.in_parts import compute_in_parts
 from gshard.propagation.rewrites.ring_attention import ring_attention
+from gshard.propagation.rewrites.row_spaces import choose_row_spaces
 from gshard.propagation.rewrites.rows_of_stacks import unstack_rows
 from gshard.tensors.sharding import Sharding
 
@@ -30,8 +29,7 @@ REWRITES: dict[str, tuple[Rewrite, str]] = {
     "batch_alike": (batch_alike, "not applied: no equal computations would cost less as one"),
     "unstack_rows": (unstack_rows, "not applied: no device has rows of a stack that all read"),
     "compute_in_parts": (compute_in_parts, "not applied: no tiles move to be concatenated"),
-    "cut_windows": (cut_windows, "not applied: no windows of larger tensors are read"),
-    "align_windows": (align_windows, "not applied: no windows of split dims are combined"),
+    "choose_row_spaces": (choose_row_spaces, "not applied: no rows would stay in their tiles"),
     "exchange_by_expert": (
         lambda jaxpr, shardings, limit, remarks: exchange_by_expert(
             jaxpr, shardings, remarks, itertools.count()

@@ -105,13 +105,7 @@ def rotation_rows(size: int, rows: int, local: int) -> int:
 
 
 def _rotated(
-    place: Place,
-    tile: Tile,
-    dim: int,
-    start: jax.Array,
-    most: int,
-    direction: int,
-    reason: Reason,
+    place: Place, tile: Tile, dim: int, start: jax.Array, most: int, direction: int, reason: Reason
 ) -> jax.Array:
     """The rows `start` rows further on (or, in direction -1, back), at most `most`.
 

@@ -19,13 +19,7 @@ from gshard.moving.by_index import RowTransfers, found_in, send_rows
 from gshard.moving.costs import sent_bytes, timed
 from gshard.moving.partial import combine, combine_cost, reducing_groups
 from gshard.moving.plan import reshard_cost
-from gshard.rules.base.ragged_rows import (
-    Bounds,
-    ExpertGroups,
-    bounds,
-    put_rows_p,
-    take_rows_p,
-)
+from gshard.rules.base.ragged_rows import Bounds, ExpertGroups, bounds, put_rows_p, take_rows_p
 from gshard.rules.base.rule import Context, Doc, Way, rule
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,17 +60,9 @@ class RowMap:
         """The rows of a layer along a dim."""
         return AxisRows(layer.axes[dim], layer.base[dim], self.shape[dim])
 
-    def moves(self, layers: Sequence[Layer], dim: int) -> tuple[Move, ...]:
+    def moves(self, layers: Sequence[Layer], dim: int) -> Moves:
         """The rows of all layers of a source, if those can be fetched at once."""
-        if self.at_run_time or not all(layer.axes[dim].is_run for layer in layers):
-            return ()
-        found = dict.fromkeys(
-            Move(n.base[dim], n.base[dim] + n.axes[dim].rows, n.axes[dim].at - n.base[dim])
-            for n in layers
-        )
-        ends = sorted((m.first + m.by, m.end + m.by) for m in found)
-        apart = all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
-        return tuple(found) if apart else ()
+        return () if self.at_run_time else _moves(layers, dim)
 
     def read(self, layers: Sequence[Layer], dim: int) -> slice:
         """The rows of an unsplit dim that layers of a source read."""
@@ -152,7 +143,7 @@ class Painting:
             if tile.sharding.splits[d] is None:
                 rows[d] = self.map.read(own, d)
         same = all(r == slice(0, n, 1) for r, n in zip(rows, tile.array.shape, strict=True))
-        if same or any(len(self._shifts(number, d)) > 1 for d in sent):  # others fetch rows, too
+        if same or any(len(self._readers(number, d)) > 1 for d in sent):  # others fetch rows, too
             return layers
         lows, highs, steps = zip(*((r.start, r.stop, r.step) for r in rows), strict=True)
         x = lax.slice(tile.array, lows, highs, steps)
@@ -252,18 +243,16 @@ class Painting:
             layer.axes[dim],
             layer.base[dim],
         )
-        moves: tuple[Move, ...] = ()
-        if self._sent_along(layer.source) == self.cut == [dim]:
-            moves = self.map.moves([n for n in layers if n.source == layer.source], dim)
+        every = self.map.moves([n for n in layers if n.source == layer.source], dim)
+        moves = every if self._sent_along(layer.source) == self.cut == [dim] else ()
         key = (key, dim, moves or (axis, base))
         array, reason, place = self._known(key), self._reason(dim), self.ctx.place
-        by = min([-m.by for m in moves], key=abs, default=base - axis.at)
-        alone = axis.is_run and axis.rows > 1 and len(moves) < 2
-        hull = self._hull(layer.source, dim, by, not alone) if alone or len(moves) == 2 else None
+        own = _reader(every or self.map.moves([layer], dim), rows, tile.shape[dim])
+        hull = self._hull(layer.source, dim, own)
         if array is not None:
             pass
         elif hull and split:  # the rows for all readers at once
-            low, width, copies = hull
+            low, width, by, copies = hull
             held, first = Runs.of(tile, dim), np.arange(split.tiles) * rows + by
             if copies:
                 windows = Windows.of(held, tile.array.shape[dim], low, width, copies)
@@ -281,61 +270,101 @@ class Painting:
         after = (*tile.shape[:dim], self.map.shape[dim], *tile.shape[dim + 1 :])
         return key, Tile(array, tile.sharding.replace(dim, split), after)
 
-    def _shifts(self, number: int, dim: int) -> list[tuple[tuple[int, int], bool]]:
-        """By how much row maps shift rows of a source, and how many rows their tiles have.
-
-        And whether rows wrap around, as in a roll.
-        """
-        split, found = self.splits[dim], list[tuple[tuple[int, int], bool]]()
+    def _readers(self, number: int, dim: int) -> list[Reader]:
+        """The row maps that read rows of a source for tiles that are split like those here."""
+        split, found = self.splits[dim], list[Reader]()
         for eqn in self.ctx.readers(var := self.map.operands[number]) if self.shared else ():
             if eqn.primitive not in ROW_MAPS:
                 continue
             if split is None or self.ctx.sharding(eqn.outvars[0]).splits[dim] is not split:
                 continue
             rows, size = split.rows(eqn.outvars[0].aval.shape[dim]), var.aval.shape[dim]
-            runs: dict[int, int] = {}
-            for n in layers_of(eqn):
-                if eqn.invars[n.source] is var and n.axes[dim].is_run:
-                    by = n.base[dim] - n.axes[dim].at
-                    runs[by] = max(runs.get(by, 0), n.axes[dim].rows)
-            around = len(runs) == 2 and abs(sum(map(operator.mul, runs, (1, -1)))) == size
-            around = around and eqn.outvars[0].aval.shape[dim] == size
-            for by, count in runs.items():
-                if count > 1 and (not around or by == min(runs, key=abs)):
-                    found.append(((by, rows), around))
-        return found
+            layers = [n for n in layers_of(eqn) if eqn.invars[n.source] is var]
+            moves = _moves(layers, dim)
+            for own in [moves] if moves else [_moves([n], dim) for n in layers]:
+                reader = _reader(own, rows, size)
+                found += [reader] if reader else []
+        return list(dict.fromkeys(found))
 
     def _hull(
-        self, number: int, dim: int, by: int, around: bool
-    ) -> tuple[np.ndarray, int, Moves] | None:
+        self, number: int, dim: int, own: Reader | None
+    ) -> tuple[np.ndarray, int, int, Moves] | None:
         """The rows that all row maps of a source read, these too, if one by one sends more."""
         split, tile = self.splits[dim], self.tiles[number]
-        if split is None or not tile.sharding.splits[dim]:
+        if own is None or split is None or not tile.sharding.splits[dim]:
             return None
-        found = dict(self._shifts(number, dim))
-        if len(found) < 2 or found.get((by, self.local[dim])) is not around:
+        found = self._readers(number, dim)
+        copies = _joined_moves([m for reader in found for m in reader.copies])
+        if len(found) < 2 or own not in found or copies is None:
             return None
         first, size = np.arange(split.tiles), tile.shape[dim]
-        starts = [first * rows + by for by, rows in found]
+        starts = [first * reader.rows + reader.by for reader in found]
         low = np.min(starts, axis=0)
-        ends = [s + rows for s, (_, rows) in zip(starts, found, strict=True)]
+        ends = [s + reader.rows for s, reader in zip(starts, found, strict=True)]
         width = int((np.max(ends, axis=0) - low).max())
+
+        def sent(starts: np.ndarray, rows: int, copies: Moves) -> int:
+            return plan_fetch(split.tiles, size, starts, rows, _beside(copies, size)).sent
+
         each = [
-            plan_fetch(split.tiles, size, s, rows, _copies([by] if around else [], size)).sent
-            for s, ((by, rows), around) in zip(starts, found.items(), strict=True)
+            sent(s, reader.rows, reader.copies) for s, reader in zip(starts, found, strict=True)
         ]
-        copies = _copies([by for (by, _), around in found.items() if around], size)
-        together = plan_fetch(split.tiles, size, low, width, copies).sent
-        return (low, width, copies) if together < sum(each) else None
+        together = sent(low, width, copies)
+        return (low, width, own.by, _beside(copies, size)) if together < sum(each) else None
 
 
-def _copies(shifts: Sequence[int], size: int) -> Moves:
-    """The rows of a ring, and as many more at both ends as shifts of it read."""
-    if not shifts:
+class Reader(NamedTuple):
+    """Tiles of `rows` rows, which are the rows of a source that are `by` further on.
+
+    Beyond its ends they are `copies` of others: as in a roll, or at a border with an edge.
+    """
+
+    by: int
+    rows: int
+    copies: Moves
+
+
+def _reader(moves: Moves, rows: int, size: int) -> Reader | None:
+    """Moves as one shift, and copies; None if no rows are neighbours, or some are rearranged."""
+    most = max(moves, key=lambda m: (m.end - m.first, -abs(m.by)), default=Move(0, 1, 0))
+    if most.end - most.first < 2:
+        return None
+    copies = tuple(m._replace(by=m.by - most.by) for m in moves if m is not most)
+    outside = all(m.end + m.by <= 0 or m.first + m.by >= size for m in copies)
+    return Reader(-most.by, rows, copies) if outside else None
+
+
+def _moves(layers: Sequence[Layer], dim: int) -> Moves:
+    """The rows of all layers of a source, if those can be fetched at once."""
+    if not all(layer.axes[dim].is_run for layer in layers):
         return ()
-    low, high = min(0, *shifts), max(0, *shifts)
-    ends = Move(size + low, size, -size), Move(0, high, size)
-    return (Move(0, size, 0), *(m for m in ends if m.first < m.end))
+    found = dict.fromkeys(
+        Move(n.base[dim], n.base[dim] + n.axes[dim].rows, n.axes[dim].at - n.base[dim])
+        for n in layers
+    )
+    return tuple(found) if _are_apart(found) else ()
+
+
+def _are_apart(moves: Iterable[Move]) -> bool:
+    """Whether no two rows become one."""
+    ends = sorted((m.first + m.by, m.end + m.by) for m in moves)
+    return all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+
+
+def _joined_moves(moves: Sequence[Move]) -> Moves | None:
+    """Moves without repetitions; None if two rows become one."""
+    found: list[Move] = []
+    for move in sorted(moves, key=lambda m: (m.by, m.first)):
+        if found and found[-1].by == move.by and move.first <= found[-1].end:
+            last = found.pop()
+            move = last._replace(end=max(last.end, move.end))
+        found.append(move)
+    return tuple(found) if _are_apart(found) else None
+
+
+def _beside(copies: Moves, size: int) -> Moves:
+    """Copies, and all rows in their own places."""
+    return (Move(0, size, 0), *copies) if copies else ()
 
 
 def _all_of(masks: Sequence[Mask]) -> Mask:

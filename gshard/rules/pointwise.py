@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p, private_primitives
+from gshard.graph.source import source_of, warn_once
 from gshard.rules.base.primitives import edge_p
 from gshard.rules.base.rule import (
     Context,
@@ -65,8 +69,21 @@ def _each_by_itself(
         arrays = optimization_barrier_p.bind(*(t.array for t in tiles))
     else:
         arrays = [t.array for t in tiles]
+        if any(map(_is_host, eqn.params.get("devices", ()))):
+            shape = eqn.outvars[0].aval.str_short(short_dtypes=True)
+            message = f"gshard.jit keeps {shape} on the devices: it does not offload to host memory"
+            warn_once(source_of(eqn), message, OffloadWarning)
     own = tiles[: len(eqn.outvars)]
     return [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, own, strict=False)]
+
+
+class OffloadWarning(UserWarning):
+    """A move to host memory, such as those of `jax.checkpoint`'s policies, is not done."""
+
+
+def _is_host(target: Any) -> bool:
+    """Whether `jax.device_put` goes to host memory; a CPU's own memory is called unpinned."""
+    return target is jax.memory.Space.Host or getattr(target, "memory_kind", "") == "pinned_host"
 
 
 _ONE, _BOTH, _EITHER = linear_in((0,)), linear_in((0, 1), run=added), linear_in((0,), (1,))

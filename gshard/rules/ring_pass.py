@@ -195,11 +195,7 @@ class _Round:
         return self.ctx.on(place, {v: self.sharding_in_block(v) for v in variables})
 
     def added(
-        self,
-        state: list[Any],
-        scores: dict[Any, Tile],
-        values: dict[Any, Tile],
-        place: _Block,
+        self, state: list[Any], scores: dict[Any, Tile], values: dict[Any, Tile], place: _Block
     ) -> list[Any]:
         """The state with a block's scores."""
         softmax = self.ring.softmax

@@ -160,3 +160,9 @@ def row_bytes(shape: Sequence[int], dim: int, dtype: Any) -> int:
 def byte_size(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array."""
     return math.prod(shape) * itemsize_of(dtype)
+
+
+def size_of(var: Any) -> int:
+    """Bytes of a variable's value; none for what is no array."""
+    aval = var.aval
+    return byte_size(aval.shape, aval.dtype) if hasattr(aval, "shape") else 0

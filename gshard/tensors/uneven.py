@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gshard._jax import register_array_type
 from gshard.graph.caching import cached
 from gshard.graph.readable import table
-from gshard.graph.source import here
+from gshard.graph.source import here, warn_once
 from gshard.tensors import keys, padding
 from gshard.tensors.sharding import Sharding
 
@@ -140,16 +139,12 @@ class UnevenArray(jax.Array):
 
     def gathered(self) -> jax.Array:
         """The logical value for an operation of JAX, with a warning."""
-        line = here()
-        if line not in _warned:
-            _warned.add(line)
-            file, _, number = line.rpartition(":")
-            message = (
-                f"a gshard.UnevenArray of shape {self._shape} ({self.tiling}) is gathered for an "
-                f"operation outside of gshard.jit, {self.nbytes:,} bytes on each device; move the "
-                "operation into gshard.jit, or call .logical() to gather it without this warning"
-            )
-            warnings.warn_explicit(message, GatheredWarning, file, int(number or 0))
+        message = (
+            f"a gshard.UnevenArray of shape {self._shape} ({self.tiling}) is gathered for an "
+            f"operation outside of gshard.jit, {self.nbytes:,} bytes on each device; move the "
+            "operation into gshard.jit, or call .logical() to gather it without this warning"
+        )
+        warn_once(here(), message, GatheredWarning)
         return self.logical()
 
     def _beside(self, other: Any) -> Any:
@@ -247,9 +242,6 @@ class UnevenArray(jax.Array):
 
 class GatheredWarning(UserWarning):
     """An operation outside of `gshard.jit` replicated an `UnevenArray`."""
-
-
-_warned: set[str] = set()  # lines
 
 
 def _on_tiles(name: str) -> Callable[..., Any]:

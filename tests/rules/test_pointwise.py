@@ -1,13 +1,20 @@
 """Pointwise operators: any split, no communication, bit for bit; all of them in a few programs."""
 
+import functools
+import inspect
+import warnings
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.scipy import special
 
 import gshard
+from gshard.rules.pointwise import OffloadWarning
 from tests.oracle import check, random_array
 
 UNARY = [
@@ -104,3 +111,32 @@ def test_mulhi_sends_nothing():
     x = jax.ShapeDtypeStruct((13, 4), np.int32)
     fn = gshard.jit(lambda x, y: lax.mulhi(gshard.split(x, 0, 8), y), devices=8, strict=True)
     assert not fn.lower(x, x).collectives
+
+
+def test_a_move_to_host_memory_is_not_dropped_silently():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x, w):
+        return jnp.sin(checkpoint_name(jnp.tanh(x @ w), "h"))
+
+    def loss(w, x):
+        return jnp.sum(layer(gshard.split(x, 0, 8), w))  # the line of the warning
+
+    w, x = jnp.ones((4, 4)), jnp.arange(64.0).reshape(16, 4) / 64
+    with pytest.warns(OffloadWarning, match=r"f32.*\[16,4\] on the devices") as caught:
+        found = gshard.jit(jax.grad(loss))(w, x)
+    [warning] = [each for each in caught if each.category is OffloadWarning]
+    _, first = inspect.getsourcelines(loss)
+    assert Path(warning.filename).name == Path(__file__).name
+    assert warning.lineno == first + 1
+    np.testing.assert_allclose(found, jax.grad(loss)(w, x), rtol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        home = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # its own memory: no offload
+        assert gshard.jit(lambda x: jax.device_put(x, home) + 1)(x).shape == x.shape

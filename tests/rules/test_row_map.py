@@ -248,6 +248,31 @@ def test_rolls_by_several_rows_fetch_what_all_of_them_read(rows):
     assert sent(both) <= sum(map(sent, far))  # of many tiles: one by one
 
 
+def derivative(u):
+    """Of fourth order, on a ring."""
+    return sum(w * jnp.roll(u, k, 0) for k, w in ((-2, -1.0), (-1, 8.0), (1, -8.0), (2, 1.0)))
+
+
+def test_rows_are_sent_once_whatever_is_computed_of_them():
+    """The gradient rolls -g, 8 g and -8 g: rows of g, which are then multiplied."""
+
+    def fn(u):
+        return jax.grad(lambda u: jnp.sum((u * derivative(u)) ** 2))(u), jnp.roll(u * u, 1, 0)
+
+    u = np.random.default_rng(0).integers(-3, 4, (64, 12)).astype(np.float32)
+    low = check(fn, u, exact=True, inputs=[ROWS], outputs=[ROWS, ROWS])  # sums of small integers
+    assert sent(low) == 2 * 4 * 12 * 4
+
+
+def test_a_slice_at_run_time_has_rows_of_its_own():
+    """It fetches none together with slices at known places."""
+
+    def fn(x, i):
+        return jax.lax.dynamic_slice_in_dim(x, i, 32) + x[:32] + x[2:34] + x[4:36]
+
+    check(fn, random_array((64, 4)), np.int32(21), inputs=[ROWS, None], outputs=[ROWS])
+
+
 def test_rolls_along_two_split_dims():
     """The single row that goes round is not among the rows that all readers fetch at once."""
     tiles = np.arange(8).reshape(4, 2)

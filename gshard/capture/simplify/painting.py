@@ -26,16 +26,29 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
     for layer in apart(layers, shape):
         source = layer.source
         if not layer.is_constant and not layer.is_aligned:
-            before.append(_with_all_dims(eqn, layer))
-            (source,) = before[-1].outvars
-            base = tuple(0 if a.dim is None else layer.base[a.dim] for a in layer.axes)
-            axes = tuple(axis._replace(dim=d) for d, axis in enumerate(layer.axes))
-            layer = Layer(source, base, axes)
+            if not _has_all_dims(layer):
+                rows = Var(source.aval.update(shape=tuple(axis.rows for axis in layer.axes)))
+                before += _slicing(replacing(eqn, row_map_p, [], rows), layer)
+                axes = tuple(axis._replace(dim=d, stride=1) for d, axis in enumerate(layer.axes))
+                source, layer = rows, Layer(rows, (0,) * len(axes), axes)
+            else:
+                before.append(_with_all_dims(eqn, layer))
+                (source,) = before[-1].outvars
+                base = tuple(0 if a.dim is None else layer.base[a.dim] for a in layer.axes)
+                axes = tuple(axis._replace(dim=d) for d, axis in enumerate(layer.axes))
+                layer = Layer(source, base, axes)
         key = id(source) if isinstance(source, Literal) else source
         number, _ = operands.setdefault(key, (len(operands), source))
         numbered.append(layer.of(number))
     operands_of_map, layers = [source for _, source in operands.values()], tuple(numbered)
     return [*before, replacing(eqn, row_map_p, operands_of_map, result, layers=layers)]
+
+
+def _has_all_dims(layer: Layer) -> bool:
+    """Whether a reshape of a layer's source has the result's dims."""
+    dims = [axis.dim for axis in layer.axes if axis.dim is not None]
+    lost = (n for d, n in enumerate(layer.source.aval.shape) if d not in dims)
+    return dims == sorted(dims) and all(n == 1 for n in lost)
 
 
 def _with_all_dims(eqn: JaxprEqn, layer: Layer) -> JaxprEqn:

@@ -38,14 +38,13 @@ def _rewritten(closed: ClosedJaxpr, rewrite: Rewrite, known: Mapping[Any, Any]) 
     values = {**dict(zip(jaxpr.constvars, closed.consts, strict=True)), **known}
     before = Graph(jaxpr.eqns, jaxpr.outvars, values)
 
-    def inside(eqn: JaxprEqn) -> JaxprEqn:
-        if eqn.primitive not in LOOPS:
-            return eqn
+    def inside(loop: JaxprEqn) -> JaxprEqn:
         return map_bodies(
-            eqn, lambda body: _rewritten(body, rewrite, _known_inside(eqn, body, before))
+            loop, lambda body: _rewritten(body, rewrite, _known_inside(loop, body, before))
         )
 
-    graph = Graph(map(inside, jaxpr.eqns), jaxpr.outvars, values)
+    eqns = [inside(eqn) if eqn.primitive in LOOPS else eqn for eqn in jaxpr.eqns]
+    graph = Graph(eqns, jaxpr.outvars, values)
     eqns = rewrite(graph)
     rewritten = live(eqns, jaxpr.outvars) if eqns != graph.eqns else eqns
     return closed.replace(jaxpr=jaxpr.replace(eqns=rewritten))

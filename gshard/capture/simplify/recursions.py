@@ -22,13 +22,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var
-from gshard.capture.simplify.associative import (
-    Recursion,
-    are_equal,
-    odd_rows,
-    recursion_of,
-    scan,
-)
+from gshard.capture.simplify.associative import Recursion, are_equal, odd_rows, recursion_of, scan
 from gshard.capture.simplify.passes import in_every_body
 from gshard.graph import Graph, in_order, renamed, replacing
 from gshard.graph.regions import with_calls_inlined

@@ -36,6 +36,7 @@ from gshard.tensors.tile import byte_size
 _HEAVY = (
     p.dot_general_p, p.eigh_p, p.svd_p, p.qr_p, p.lu_p, p.cholesky_p, p.triangular_solve_p,
 )  # fmt: skip
+_LARGE = (*LOOPS, *_HEAVY)
 _MOST = 128  # equations of one computation
 _GROWTH = 8  # the most bytes that may enter one, for each that is read and made at its end
 
@@ -106,22 +107,38 @@ def _seeds(graph: Graph, least: int) -> list[Lanes]:
     least = max(least, 2)
     heavy: dict[Any, list[JaxprEqn]] = {}
     for eqn in graph.eqns:
-        if eqn.primitive in (*LOOPS, *_HEAVY) and _is_heavy(eqn):
+        if eqn.primitive in _LARGE and _is_heavy(eqn):
             types = tuple(str(a.aval) for a in (*eqn.invars, *eqn.outvars))
             heavy.setdefault((eqn.primitive, types), []).append(eqn)
+    several = {name: eqns for name, eqns in heavy.items() if len(eqns) >= least}
+    before = _before(graph, [eqn for eqns in several.values() for eqn in eqns])
     found: dict[Any, list[JaxprEqn]] = {}
-    for name, eqns in heavy.items():
-        levels, of = set(eqns) if len(eqns) >= least else set(), dict[Any, int]()
-        start = graph.numbers[eqns[0]] if levels else len(graph.eqns)
-        for eqn in graph.eqns[start:]:  # the longest chain of them to each variable
-            level = max([of.get(a, 0) for a in _variables(eqn.invars)], default=0)
-            if eqn in levels:
-                found.setdefault((name, _kind(eqn), level), []).append(eqn)
-                level += 1
-            of.update(dict.fromkeys(eqn.outvars, level))
+    for name, eqns in several.items():
+        levels: list[int] = []  # those with a path from one of the level below, as bits
+        for eqn in eqns:
+            own, needs = before[eqn]
+            level = next((n for n in reversed(range(len(levels))) if levels[n] & needs), -1) + 1
+            levels += [0] if level == len(levels) else []
+            levels[level] |= own
+            found.setdefault((name, _kind(eqn), level), []).append(eqn)
     alike = [tuple(eqns) for (_, kind, _), eqns in found.items() if kind is not None]
-    several = [lanes for lanes in alike if len(lanes) >= least]
-    return sorted(several, key=lambda lanes: -graph.numbers[lanes[0]])
+    enough = [lanes for lanes in alike if len(lanes) >= least]
+    return sorted(enough, key=lambda lanes: -graph.numbers[lanes[0]])
+
+
+def _before(graph: Graph, eqns: Iterable[JaxprEqn]) -> dict[JaxprEqn, tuple[int, int]]:
+    """The bit of each of some equations, and the bits of those that it depends on."""
+    bits = {eqn: 1 << number for number, eqn in enumerate(eqns)}
+    found, of = dict[JaxprEqn, tuple[int, int]](), dict[Any, int]()
+    for eqn in graph.eqns if bits else ():
+        needs = 0
+        for a in eqn.invars:
+            needs |= 0 if isinstance(a, Literal) else of.get(a, 0)
+        if own := bits.get(eqn, 0):
+            found[eqn] = own, needs
+        if own | needs:
+            of.update(dict.fromkeys(eqn.outvars, own | needs))
+    return found
 
 
 def _lanes_after(graph: Graph, last: Lanes) -> dict[JaxprEqn, int]:

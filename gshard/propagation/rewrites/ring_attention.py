@@ -191,11 +191,7 @@ def _round(
 
 
 def block_mask(
-    region: Scoring,
-    exits: Sequence[Sum],
-    online: Softmax | None,
-    body: Jaxpr,
-    around: Graph,
+    region: Scoring, exits: Sequence[Sum], online: Softmax | None, body: Jaxpr, around: Graph
 ) -> BlockMask | None:
     """The mask by which blocks of a ring pass can be skipped, if there is one.
 

@@ -254,16 +254,22 @@ class RegionRule:
     doc: Doc = Doc()
 
 
-RULES: dict[Primitive, Rule] = {}
-REGIONS: dict[Primitive, RegionRule] = {}
 Function = TypeVar("Function", bound=Callable[..., Any])
+R = TypeVar("R")
 
 
-def register(rule: Rule, *primitives: Primitive) -> None:
-    """Make `rule` the rule of `primitives`; each has exactly one."""
-    for primitive in primitives:
-        assert primitive not in RULES, primitive
-        RULES[primitive] = rule
+class Registry(dict[Primitive, R]):
+    """The rules of primitives, complete when the modules of rules are imported."""
+
+    def add(self, rule: R, *primitives: Primitive) -> None:
+        """Make `rule` the rule of `primitives`; each has exactly one."""
+        for primitive in primitives:
+            assert primitive not in self, primitive
+            self[primitive] = rule
+
+
+RULES, REGIONS = Registry[Rule](), Registry[RegionRule]()
+register = RULES.add
 
 
 def rule(*primitives: Primitive, **fields: Any) -> Callable[[Function], Function]:
@@ -285,7 +291,7 @@ def region(*primitives: Primitive, doc: Doc) -> Callable[[PartitionRule], Partit
     """Register the decorated function as how `primitives` run."""
 
     def registered(partition: PartitionRule) -> PartitionRule:
-        REGIONS.update(dict.fromkeys(primitives, RegionRule(partition, doc)))
+        REGIONS.add(RegionRule(partition, doc), *primitives)
         return partition
 
     return registered

@@ -53,9 +53,11 @@ class Uses(Graph):
         """The variables that may be unreduced: made by summing, or from such."""
         found: set[Any] = set()
         for eqn in self.eqns:
-            linear = [eqn.invars[n] for group in linear_groups(eqn) for n in group]
-            from_sum = any(not isinstance(a, Literal) and a in found for a in linear)
-            if eqn.primitive in _SUMMING or from_sum:
+            if eqn.primitive in _SUMMING or any(
+                not isinstance(a := eqn.invars[n], Literal) and a in found
+                for group in linear_groups(eqn)
+                for n in group
+            ):
                 found.update(eqn.outvars)
         return found
 
@@ -65,11 +67,15 @@ class Uses(Graph):
         found = []
         for eqn in reversed(self.eqns):
             groups = [[eqn.invars[n] for n in group] for group in linear_groups(eqn)]
-            counts = Counter(a for a in eqn.invars if not isinstance(a, Literal))
             # A square is linear in neither of its operands.
-            able = [a for a in counts if any(g.count(a) == counts[a] for g in groups)]
+            able = dict.fromkeys(
+                a
+                for group in groups
+                for a in group
+                if not isinstance(a, Literal) and group.count(a) == eqn.invars.count(a)
+            )
             if able:
-                found.append((eqn, able))
+                found.append((eqn, list(able)))
         return found
 
     @functools.cached_property

@@ -23,15 +23,7 @@ from gshard.moving.costs import worked
 from gshard.moving.partial import combine, combine_cost
 from gshard.moving.plan import reshard_cost
 from gshard.moving.reductions import mask_for
-from gshard.rules.base.rule import (
-    Context,
-    LocalOp,
-    Rule,
-    Shares,
-    Way,
-    Work,
-    factors_of,
-)
+from gshard.rules.base.rule import Context, LocalOp, Rule, Shares, Way, Work, factors_of
 from gshard.tensors.factors import (
     Assignment,
     Factor,

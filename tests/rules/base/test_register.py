@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import extend
-from gshard.rules.base.rule import RULES, Rule, bind_local
+from gshard.rules.base.rule import REGIONS, RULES, Rule, bind_local
 from gshard.tensors.factors import all_dims
 from tests.oracle import check, even_split, kinds, random_array, sent
 from tests.rules.test_unknown import new_primitive
@@ -23,6 +23,13 @@ def _forget_rules():
     yield
     RULES.clear()
     RULES.update(before)
+
+
+@pytest.mark.parametrize("registry", [RULES, REGIONS])
+def test_each_operator_of_gshard_has_one_rule(registry):
+    primitive, known = next(iter(registry.items()))
+    with pytest.raises(AssertionError, match=primitive.name):
+        registry.add(known, primitive)
 
 
 def matmul_primitive():

@@ -1,0 +1,376 @@
+"""Row spaces: what is computed by element is computed in the tiles of those who read it.
+
+`u.at[1:-1].add(u[2:] + u[:-2] - 2 * u[1:-1])` reads and writes windows of `u`. Between them are
+tensors with two rows less, whose tiles begin elsewhere: each slice would send rows to these tiles,
+and the update would send them back. A slope limiter on `jnp.pad(u, 2)` computes with more rows than
+`u` has, fewer on each level. Operators by element commute with windows: a tensor may be computed
+with the rows, and in the tiles, of any tensor that it is a window of, or that is a window of it.
+From the last row maps on, each asks for what it reads in its own rows; where fewer rows are sent
+then, for a group of such operators and all row maps around it, that is where they are computed.
+Rows that are too many are garbage, which nobody reads; rows too few make one tensor several, one
+for each window of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+from gshard._jax import Var
+from gshard.capture.simplify.painting import painting
+from gshard.capture.simplify.row_maps import Origins, composed
+from gshard.graph import Graph, at_every_level, live, replacing
+from gshard.graph.row_map import Axis, Layer, constant, entire, through, visible
+from gshard.graph.source import source_of
+from gshard.propagation.spaces import (
+    Place,
+    Space,
+    bytes_sent,
+    distance,
+    extended,
+    fits,
+    rank,
+    window_of,
+)  # fmt: skip
+from gshard.rules.base.primitives import row_map_p
+from gshard.rules.base.rule import RULES, Elementwise
+from gshard.tensors.sharding import Sharding
+
+_MOST = 256  # equations more
+_FEW = 4  # rows at a border
+_SPREAD = 16  # equations on small tensors that may be computed with all rows of large ones
+
+
+@at_every_level
+def choose_row_spaces(
+    jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], memory_limit: int, remarks: list[str]
+) -> Jaxpr:
+    """The program with what is computed by element in the spaces in which the fewest rows move."""
+    if not any(_moves_rows(eqn, shardings) for eqn in jaxpr.eqns):
+        return jaxpr
+    graph, rejected = Graph(jaxpr.eqns, jaxpr.outvars), set[Any]()
+    origins = Origins(graph)
+    while True:
+        spaces = _RowSpaces(graph, origins, shardings, rejected)
+        eqns = live(list(spaces.eqns()), jaxpr.outvars)
+        worse = spaces.worse() if len(eqns) <= len(jaxpr.eqns) + _MOST else set(spaces.places)
+        if not worse:
+            break
+        rejected |= worse
+    remarks += spaces.remarks()
+    large = set(spaces.copies.values())
+
+    def near(source: Any, result: Any) -> bool:
+        return source in large or (
+            result in shardings and shardings.get(source) is shardings[result]
+        )
+
+    eqns = live(composed(Graph(eqns, jaxpr.outvars), near), jaxpr.outvars)
+    same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def _moves_rows(eqn: JaxprEqn, shardings: Mapping[Any, Sharding]) -> bool:
+    """Whether an equation makes a tensor with other rows of a split dim."""
+    if eqn.primitive not in _WINDOWS or isinstance(eqn.invars[0], Literal):
+        return False
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    splits = shardings[eqn.invars[0]].splits
+    return any(s and n != m for s, n, m in zip(splits, before, after, strict=False))
+
+
+_WINDOWS = (p.slice_p, p.pad_p, row_map_p)
+
+
+class _RowSpaces:
+    """Where the tensors of a program are computed, and what is sent for them, before and after."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        origins: Origins,
+        shardings: Mapping[Any, Sharding],
+        rejected: set[Any],
+    ):
+        self.graph, self.rejected = graph, rejected
+        self.splits = {v: here.splits for v, here in shardings.items()}
+        self.maps = {
+            v: layers for v, layers in origins.known.items() if not _is_by_element(graph.makers[v])
+        }
+        self.places: dict[Any, list[Place]] = {}
+        self.copies: dict[tuple[Any, Place], Any] = {}  # the tensors that are computed there
+        self.alone = {a for a in graph.results if not isinstance(a, Literal)}  # read as they are
+        self.asked: dict[Any, dict[Place, None]] = {}  # by operands
+        self.above: dict[Any, Any] = {}  # the groups of such tensors, as a union of sets
+        self.member, self.inputs = self._groups()
+        self.homes: dict[Any, Place] = {}
+        self.before: Reads = {}
+        self.after: Reads = {}
+        for eqn in reversed(graph.eqns):
+            self._decide(eqn)
+
+    def _groups(self) -> tuple[dict[Any, Any], dict[Any, dict[Any, None]]]:
+        """Groups of tensors of one shape that are computed of each other, and what they read."""
+        edges = [
+            (eqn.outvars[0], a)
+            for eqn in self.graph.eqns
+            if _is_by_element(eqn) and eqn.outvars[0] not in self.maps
+            for a in _tensors(eqn)
+            if a.aval.shape == eqn.outvars[0].aval.shape
+        ]
+        made = {out for out, _ in edges}
+        for out, a in edges:
+            if a in made:
+                self._join(a, out)
+        member = {out: self._group(out) for out in made}
+        self.sizes = Counter(member.values())
+        inputs: dict[Any, dict[Any, None]] = {group: {} for group in member.values()}
+        for out, a in edges:
+            if a not in made:
+                inputs[member[out]][a] = None
+        return member, inputs
+
+    # ------------------------------------------------------------ who asks for which rows
+
+    def _decide(self, eqn: JaxprEqn) -> None:
+        out = eqn.outvars[0] if len(eqn.outvars) == 1 and not eqn.effects else None
+        asked = list(self.asked.get(out, ()))
+        if out in self.maps:
+            for place in asked:
+                for layer in self.maps[out]:
+                    self._ask(layer, place, out)
+            able = [self._ask(n, (), out) for n in self.maps[out] if out in self.alone]
+            if out in self.alone and not any(able):
+                self.alone.update(_tensors(eqn))  # it stays as it is
+            return
+        if asked and out is not None and _is_by_element(eqn):
+            places = self._chosen(asked, out)
+            if out not in self.alone or all(fits(out, place) for place in places):
+                self.places[out] = places
+                for a in _tensors(eqn):
+                    for place in places:
+                        self.asked.setdefault(a, {})[_of_operand(a, out, place)] = None
+                    self._join(out, a)
+                return
+        if out is None or asked or out in self.alone:
+            self.alone.update(a for a in eqn.invars if not isinstance(a, Literal))
+
+    def _ask(self, layer: Layer, place: Place, out: Any) -> bool:
+        """Ask for the source of a layer in the rows of a row map, or of those who ask for that."""
+        source = layer.source
+        found = None if layer.is_constant else self._place(layer, place, out)
+        if found is not None:
+            self.asked.setdefault(source, {})[found] = None
+            self._join(source, out)
+        elif not layer.is_constant:
+            self.alone.add(source)
+        return found is not None
+
+    def _place(self, layer: Layer, place: Place, out: Any) -> Place | None:
+        """Where the rows of a layer's source are in a space in which there are those of `out`."""
+        source, spaces, found = layer.source, dict(place), dict[int, Space]()
+        maker = None if source in self.rejected else self.graph.maker(source)
+        if maker is None or not _is_by_element(maker) or not layer.is_aligned:
+            return None
+        for d, split in enumerate(self.splits[out]):
+            n, axis = source.aval.shape[d], layer.axes[d]
+            size = out.aval.shape[d]
+            own = Space(size, 0, 1, split, 0, size) if split else None
+            space = spaces.get(d, own)
+            if space is None or n == space.size:
+                continue
+            step, rest = divmod(space.step * axis.step, axis.stride)
+            if rest or step < 1:
+                return None
+            at = space.first + space.step * axis.at
+            space = space._replace(first=at - step * layer.base[d], step=step)
+            if step == 1 and not space.is_border and _is_border(axis, at, space):
+                space = space._replace(low=at, high=at + axis.rows)
+            elif not space.is_border and not self._is_most(axis, n, space, source):
+                return None
+            found[d] = space
+        return tuple(found.items()) or None
+
+    def _is_most(self, axis: Axis, rows: int, space: Space, source: Any) -> bool:
+        """Whether most rows of a source are most rows of a space, or it is easily computed."""
+        size, many = space.size, self.sizes[self.member[source]] > _SPREAD
+        halves = size < 4 * rows * space.step < 3 * size  # which are no borders
+        most = 4 * axis.rows >= 3 * min(rows, size // space.step)
+        return most and not halves and not (many and 2 * rows < size)
+
+    def _chosen(self, asked: Sequence[Place], var: Any) -> list[Place]:
+        """One place for a group, of those with all rows of its tensors; all of other places."""
+        kinds: dict[Any, list[Place]] = {}
+        for place in asked:
+            kinds.setdefault(tuple((d, s._replace(first=0)) for d, s in place), []).append(place)
+        whole = [kind for kind, own in kinds.items() if all(fits(var, place) for place in own)]
+        for kind in whole:
+            key, places = (self.member[var], kind), kinds[kind]
+            if key not in self.homes:
+                moved = [self._moved(var, place, places) for place in places]
+                self.homes[key] = places[moved.index(min(moved))]
+        return [self.homes[self.member[var], kind] for kind in whole] or list(asked)
+
+    def _moved(self, var: Any, place: Place, places: Sequence[Place]) -> int:
+        """By how many rows tensors are shifted if the group of one is computed in a place."""
+        own = [entire(var, var.aval.shape)] * (var in self.alone)
+        for a in self.inputs[self.member[var]]:
+            layers = self.maps.get(a, (entire(a, a.aval.shape),))
+            own += [n for n in layers if not n.is_constant and n.is_aligned]
+        firsts = [[space.first for _, space in p] for p in (place, *places)]
+        shifts = (abs(a - b) for others in firsts for a, b in zip(firsts[0], others, strict=True))
+        shifted = {found for n in own for found in extended(n, place, var.aval.shape)}
+        return sum(shifts) + sum(map(distance, shifted))
+
+    def _join(self, one: Any, other: Any) -> None:
+        self.above[self._group(one)] = self._group(other)
+
+    def _group(self, var: Any) -> Any:
+        while (above := self.above.get(var, var)) is not var:
+            self.above[var] = self.above.get(above, above)
+            var = above
+        return var
+
+    # ------------------------------------------------------------ the equations
+
+    def eqns(self) -> Iterator[JaxprEqn]:
+        """The equations, with such tensors in their places; small ones are windows of these."""
+        for eqn in self.graph.eqns:
+            out = eqn.outvars[0] if len(eqn.outvars) == 1 else None
+            if out in self.places:
+                yield from self._computed(eqn, out)
+            elif out in self.maps and (out in self.alone or out in self.asked):
+                layers = self.maps[out]
+                self._reads(self.before, out, layers, out)
+                if out not in self.alone:
+                    continue
+                gone = any(a in self.maps and a not in self.alone for a in _tensors(eqn))
+                if gone or any(n.source in self.places for n in layers if not n.is_constant):
+                    layers = tuple(max(self._options(n), key=rank) for n in layers)
+                    yield from painting(replacing(eqn, row_map_p, [], out), layers)
+                else:
+                    yield eqn
+                self._reads(self.after, out, layers, out)
+            else:
+                yield eqn
+
+    def _computed(self, eqn: JaxprEqn, out: Any) -> Iterator[JaxprEqn]:
+        for place in self.places[out]:
+            operands = []
+            for a in eqn.invars:
+                if not isinstance(a, Literal) and a.aval.shape:
+                    there = _of_operand(a, out, place)
+                    if (a, there) not in self.copies:
+                        yield from self._placed(eqn, a, there)
+                    a = self.copies[a, there]
+                operands.append(a)
+            yield eqn.replace(invars=operands, outvars=[self._copy(out, place)])
+        if out in self.alone:
+            layer = max(self._options(entire(out, out.aval.shape)), key=rank)
+            self._reads(self.after, out, [layer], out)
+            yield from painting(eqn, [layer])
+
+    def _copy(self, var: Any, place: Place) -> Any:
+        """A variable for a tensor in a place."""
+        shape, splits = list(var.aval.shape), list(self.splits[var])
+        for d, space in place:
+            shape[d], splits[d] = space.held, space.split
+        copy = self.copies[var, place] = Var(var.aval.update(shape=tuple(shape)))
+        self.splits[copy] = tuple(splits)
+        return copy
+
+    def _placed(self, eqn: JaxprEqn, a: Any, place: Place) -> Iterator[JaxprEqn]:
+        """The equations of an operand in the rows of a place."""
+        if not place:
+            self.copies[a, place] = a
+            return
+        copy, layers = self._copy(a, place), () if a in self.places else self.maps.get(a, ())
+        found = []
+        for layer in layers or (entire(a, a.aval.shape),):
+            options = [m for n in self._options(layer) for m in extended(n, place, a.aval.shape)]
+            if options:
+                found.append(max(options, key=rank))
+        self._reads(self.after, a, found, copy)
+        zero = Literal(np.zeros((), a.aval.dtype), a.aval.update(shape=(), weak_type=False))
+        shape = copy.aval.shape
+        found = list(visible([constant(zero, shape), *found]))
+        if len(found) == 1 and found[0].is_all(shape) and found[0].source.aval.shape == shape:
+            self.copies[a, place] = found[0].source
+        else:
+            yield from painting(replacing(eqn, row_map_p, [], copy), found)
+
+    def _options(self, layer: Layer) -> Iterator[Layer]:
+        """A layer in terms of each of the tensors that are computed in the place of its source."""
+        if layer.is_constant or layer.source not in self.places:
+            yield layer
+            return
+        for place in self.places[layer.source]:
+            copy = self.copies[layer.source, place]
+            yield from through(layer, [window_of(copy, place, layer.source)])
+
+    # ------------------------------------------------------------ what is sent
+
+    def _reads(self, reads: Reads, var: Any, layers: Sequence[Layer], result: Any) -> None:
+        """Note the rows that a tensor reads, in the account of the group of `var`."""
+        for layer in layers:
+            if not layer.is_constant:
+                key = (layer.source, result.aval.shape, self.splits[result])
+                reads.setdefault(self._group(var), {}).setdefault(key, []).append(layer)
+
+    def worse(self) -> set[Any]:
+        """The tensors that are better computed as they are."""
+        groups = {
+            group
+            for group in {self._group(var) for var in self.places}
+            if self._sent(self.after.get(group, {})) >= self._sent(self.before.get(group, {}))
+        }
+        return {var for var in self.places if self._group(var) in groups}
+
+    def _sent(self, reads: Mapping[Any, Sequence[Layer]]) -> float:
+        """The bytes of the rows that a device sends for such windows."""
+        return sum(
+            bytes_sent(source, self.splits[source], layers, shape, splits)
+            for (source, shape, splits), layers in reads.items()
+        )
+
+    def remarks(self) -> list[str]:
+        """What is computed elsewhere."""
+        found = []
+        for var, (place, *more) in self.places.items():
+            rows = ", ".join(f"{space.size} rows of dim {d}" for d, space in place)
+            where = source_of(self.graph.makers[var])
+            times = f", {1 + len(more)} times" if more else ""
+            found.append(f"at {where}: {var.aval.str_short()} is computed with {rows}{times}")
+        return list(dict.fromkeys(reversed(found)))
+
+
+Reads = dict[Any, dict[Any, list[Layer]]]  # by groups, and by sources, shapes and splits
+
+
+def _is_by_element(eqn: JaxprEqn) -> bool:
+    """Whether each element is made of those in its place, or of numbers."""
+    if not isinstance(RULES.get(eqn.primitive), Elementwise) or len(eqn.outvars) != 1:
+        return False
+    shape = eqn.outvars[0].aval.shape
+    return bool(shape) and not eqn.effects
+
+
+def _is_border(axis: Axis, at: int, space: Space) -> bool:
+    """Whether rows, which are those from `at` on in a space, are few, and in one tile."""
+    local, last = space.split.rows(space.size), at + axis.rows - 1
+    return axis.is_run and axis.rows <= _FEW < local and at // local == last // local
+
+
+def _tensors(eqn: JaxprEqn) -> list[Any]:
+    return [a for a in eqn.invars if not isinstance(a, Literal) and a.aval.shape]
+
+
+def _of_operand(a: Any, out: Any, place: Place) -> Place:
+    """The place of an operand, which may have one row for all of the result's."""
+    return tuple((d, space) for d, space in place if a.aval.shape[d] == out.aval.shape[d])
