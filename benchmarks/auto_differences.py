@@ -25,7 +25,7 @@ from gshard.autosharding.solver import solve
 from gshard.autosharding.solver.problem import FORBIDDEN, Problem
 from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.program import walk
+from gshard.forecast.program import body_of
 from gshard.graph.source import site_of
 
 _SECONDS = 60.0  # for the solver
@@ -95,7 +95,8 @@ def _model_lines(
     that a loop makes count at the loop.
     """
     fused, copied = {}, {}
-    for operator, _, around in walk(subject.flat.jaxpr, machine.compiler, subject.devices):
+    body = body_of(subject.flat.jaxpr, machine.compiler, subject.devices)
+    for operator, _, around in body.walk():
         eqns = [op.eqn for op in operator.members]
         sources = (site_of(eqn)[0] for eqn in eqns)
         source = next((s for s in sources if s != "unknown"), "unknown")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import logging
 import math
 import sys
 import time
@@ -20,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from gshard.autosharding.budget import PROGRESS
 from gshard.autosharding.solver import solve
-from gshard.autosharding.solver.ilp import Result
 from gshard.autosharding.solver.problem import (
     FORBIDDEN,
     Floats,
@@ -77,14 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         problem = read_contest(given.file)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         sys.exit(f"contest: {given.file} is no problem of the contest: {error!r}")
-
-    def progress(result: Result) -> None:
-        if given.verbose:
-            at = time.monotonic() - began
-            print(f"{at:.1f} s: {result.cost} (at least {result.bound})", file=sys.stderr)
-
+    if given.verbose:
+        logging.basicConfig(format="%(relativeCreated)d ms: %(message)s")
+        PROGRESS.setLevel(logging.DEBUG)
     try:
-        result = solve(problem, given.seconds - (time.monotonic() - began), progress)
+        result = solve(problem, given.seconds - (time.monotonic() - began))
     except NoAnswerError as error:
         sys.exit(f"contest: {given.file}: {error}")
     feasible = result.answer is not None and problem.excess(result.answer) <= 0

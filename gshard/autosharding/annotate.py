@@ -15,14 +15,14 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jax.extend.core import Literal
 
 from gshard.autosharding.budget import Clock
 from gshard.autosharding.cost import NONE, Spec, specs_of
-from gshard.autosharding.cost.strategies import PICO, primitive_of
+from gshard.autosharding.cost.strategies import PICO
 from gshard.autosharding.evaluate import Deviation, Deviations, Evaluator, ModelAnswer
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.layout.annotations import (
@@ -33,7 +33,6 @@ from gshard.autosharding.layout.annotations import (
     groups,
 )
 from gshard.capture.inside import TensorSite
-from gshard.graph.kinds import PRODUCTS
 from gshard.graph.regions import loop_bodies, walk
 from gshard.propagation.flow import Edge
 from gshard.tensors.sharding import Sharding
@@ -62,25 +61,12 @@ class AnnotationSearch:
     evaluator: Evaluator
     choice: ModelAnswer
 
-    def few(self, clock: Clock) -> Iterator[Layout]:
-        """Layouts with few annotations from which propagation finds nearly all of the answer: the
-        arguments that are split, and tensors where it would deviate at a cost. None where they were
-        not found in time, of which one layout needs a part.
-
-        The second one annotates products too that a lowered program may compute otherwise than the
-        model. Where lowering takes long, it is the only one.
-        """
-        one, seconds = self.evaluator.lowering_work, clock.left
-        chosen = self._chosen(clock.part(seconds - one))
-        if chosen is None:
-            return
-        made = {edge.atoms[1][0] for edge in self.evaluator.operators if self._may_sum(edge)}
-        sums = {u: 0.0 for u in self._units if u.annotation and not made.isdisjoint(u.variables)}
-        both = {**sums, **chosen}
-        if one <= seconds / 4 or len(both) == len(chosen):
-            yield self._layout(chosen)
-        if len(both) > len(chosen):
-            yield self._layout(both)
+    def few(self, clock: Clock) -> Layout | None:
+        """The layout with few annotations from which propagation finds nearly all of the answer:
+        the arguments that are split, and tensors where it would deviate at a cost. None where they
+        were not found in time, of which the layout needs a part."""
+        chosen = self._chosen(clock.part(clock.left - self.evaluator.lowering_work))
+        return None if chosen is None else self._layout(chosen)
 
     def arguments(self) -> Layout:
         """The layout that annotates arguments alone."""
@@ -169,20 +155,6 @@ class AnnotationSearch:
         """The shardings of some units, and those of the base."""
         chosen = {var: self.choice.sharding(var) for unit in units for var in unit.variables}
         return {**self._base, **chosen}
-
-    def _may_sum(self, edge: Edge) -> bool:
-        """Whether one operand alone of a large product is split along a factor that is summed: it
-        may leave partial sums instead of moving the operand."""
-        result, choice = edge.atoms[1][0], self.choice
-        if primitive_of(edge) not in PRODUCTS or choice.spec(result) is None:
-            return False
-        kept = {factor for dims in edge.factors.results[0] for factor in dims}
-        split = 0
-        for atom, dims in zip(edge.atoms[0], edge.factors.operands, strict=True):
-            spec = None if isinstance(atom, Literal) else choice.spec(atom)
-            split += sum(at != NONE and kept.isdisjoint(dims[at]) for at in spec or ())
-        seconds = choice.model.sizes(result).min() / self.evaluator.machine.memory_bandwidth
-        return split == 1 and bool(seconds * edge.runs > TOLERANCE / 100 * choice.cost)
 
     def _moves(self, edge: Edge) -> bool:
         """Whether the answer sends an operand of a pointwise operator elsewhere."""

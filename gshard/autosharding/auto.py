@@ -24,10 +24,10 @@ from gshard.autosharding.annotate import (
     fewest,
     slowest,
 )
-from gshard.autosharding.budget import PHASES, WORK, Budget, Clock, bytes_of
+from gshard.autosharding.budget import LEAST, PHASES, WORK, Budget, Clock, bytes_of
 from gshard.autosharding.cost import MeshShape
 from gshard.autosharding.cost.rates import distinct_meshes
-from gshard.autosharding.evaluate import DONATED, Evaluator, ModelAnswer, ModelSolver
+from gshard.autosharding.evaluate import DONATED, Evaluator, ModelAnswer
 from gshard.autosharding.layers import transferred, without_equal_layers
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.layout.annotations import Annotated, dims_of
@@ -43,9 +43,6 @@ _LOWERED_MESHES = 3
 # how much less at least.
 _TIGHTENED = 10
 _LESS = 0.95
-
-# Seconds for the first mesh, as far as there are; where nothing fits in memory yet, in any case.
-_LEAST_SOLVING = 10.0
 
 # Keywords of `gshard.jit` that have the same meaning for a part of a function's arguments.
 _MOVABLE = {*DONATED, "memory_limit", "strict", "reproducible"}
@@ -65,10 +62,9 @@ def auto(
 
     `devices` is their number, by default all that JAX has; `hardware` what they are (a name, a TOML
     file or `Hardware`), by default what JAX reports; `memory` the bytes that a step may hold on
-    each ("16 GB"), by default the hardware's. Annotations that `fn` has are kept. It takes about
-    `seconds` of a free core at most: work is counted, not time, so that the layout is the same
-    where the machine is busy and it takes longer; longer too where nothing that fits in memory was
-    found by then. Other keywords are those of `gshard.jit`.
+    each ("16 GB"), by default the hardware's. Annotations that `fn` has are kept. The search costs
+    about `seconds` of a free core at most, or 10 until a layout fits: work is counted, not time, so
+    that the layout is the same where the machine is busy. Other keywords are those of `gshard.jit`.
     """
     count = jax.device_count() if devices is None else devices
     if not isinstance(count, int) or count < 1:
@@ -135,7 +131,9 @@ def _chosen_for_one_layer(
             figures["considered"] = (*best.considered, *found.considered)
             return dataclasses.replace(found, **figures, layers=short.repeated.layers)
         limit = int(_LESS * limit * evaluator.limit / found.memory_bytes)
-        clock.extend(_LEAST_SOLVING)
+        clock.extend(LEAST)
+        if clock.left <= 0:
+            break
     raise too_large(found, evaluator, best.bound)
 
 
@@ -148,7 +146,7 @@ class _Chooser:
     def __post_init__(self) -> None:
         self.subject, self.machine = self.evaluator.subject, self.evaluator.machine
         self.limit, self.clock = self.evaluator.limit, self.evaluator.clock
-        self.budget, self.model = Budget(self.clock), ModelSolver(self.evaluator)
+        self.budget = Budget(self.clock)
         self.untried = _first_annotations(self.subject)
 
     def chosen(self) -> Layout:
@@ -157,8 +155,8 @@ class _Chooser:
         limits = dict.fromkeys(self._meshes(), float(self.limit))
         for number in range(_TIGHTENED):
             clock = self.budget.enter("solving")
-            if (needed := not self._fits(layouts)) and clock.left < _LEAST_SOLVING:
-                clock = self._more(_LEAST_SOLVING, "solving")
+            if (needed := not self._fits(layouts)) and clock.left < LEAST:
+                clock = self._more(LEAST, "solving")
             choices = self._choices(limits, clock, needed)
             if number == 0:
                 meshes = dict.fromkeys(c.model.mesh for c in choices)
@@ -170,9 +168,8 @@ class _Chooser:
             if fitting:
                 return self._finished(fitting)
             limits = self._tightened(limits, choices[:_LOWERED_MESHES], layouts)
-            if not limits:
+            if not limits or self._more(LEAST * (len(limits) + 1), "solving").left <= 0:
                 break
-            self._more(_LEAST_SOLVING * (len(limits) + 1), "solving")
         least = min(layouts, key=lambda a: a.memory_bytes)
         raise too_large(least, self.evaluator, self._bound(self.budget.enter("bound")))
 
@@ -205,7 +202,10 @@ class _Chooser:
         """The best of these with a bound, and without the annotations that it does not need."""
         bound = self._bound(self.budget.enter("bound"))
         more = self._more_time(self.budget.enter("single changes"))
-        fitting = [*fitting, *coordinate_descent(best_of(fitting), self.evaluator, more)]
+        # What is annotated inside stays as it is, so that arguments alone are another start.
+        alone, first = [a for a in fitting if not a.inside], best_of(fitting)
+        for start in (first, best_of(alone)) if first.inside and alone else (first,):
+            fitting = [*fitting, *coordinate_descent(start, self.evaluator, more)]
         more = self._more_time(self.budget.enter("removal"))
         most = slowest(min(a.seconds for a in fitting), bound)
         near = [layout for layout in fitting if layout.seconds <= most]
@@ -223,10 +223,10 @@ class _Chooser:
 
     def _bound(self, clock: Clock) -> float:
         """Seconds that the forecast of no layout over the meshes that were looked at is below."""
-        least, meshes = math.inf, sorted(self.looked_at, key=self.model.building_work)
+        least, meshes = math.inf, sorted(self.looked_at, key=self.evaluator.building_work)
         for done, mesh in enumerate(meshes):
             share = clock.part(clock.left / (len(meshes) - done))
-            least = min(least, self.model.bound(mesh, self.limit, share))
+            least = min(least, self.evaluator.bound(mesh, self.limit, share))
         return least if math.isfinite(least) else 0.0
 
     def _choices(
@@ -236,9 +236,9 @@ class _Chooser:
         found: list[ModelAnswer] = []
         for done, (mesh, limit) in enumerate(limits.items()):
             share = clock.left / (len(limits) - done)
-            least = 0.0 if done else _LEAST_SOLVING + 2 * self.model.building_work(mesh)
+            least = 0.0 if done else LEAST + 2 * self.evaluator.building_work(mesh)
             part = clock.part(max(share, least))
-            choice = self.model.choice(mesh, limit, part, needed and not done)
+            choice = self.evaluator.choice(mesh, limit, part, needed and not done)
             if choice is not None:
                 found.append(choice)
             elif found:  # those that follow have as many axes, or more
@@ -264,11 +264,8 @@ class _Chooser:
                 continue
             part = clock.part(clock.left / (len(best) - done))
             search, more = AnnotationSearch(self.evaluator, choice), self._more_time(part)
-            found: list[Layout] = []
-            for layout in search.few(part):
-                found.append(layout)
-                if not self._all_worse_than_model(found, choice) or not more():
-                    break
+            few = search.few(part)
+            found = [] if few is None else [few]
             worse = self._all_worse_than_model(found, choice) and more()
             if worse or (needed and not self._fits(found)):
                 found.append(search.everything())
@@ -318,7 +315,9 @@ def too_large(least: Layout, evaluator: Evaluator, bound: float) -> TooLargeErro
     error = TooLargeError(
         f"no layout was found that holds at most {size(evaluator.limit)} on each of "
         f"{evaluator.subject.devices} devices; the smallest one holds {size(least.memory_bytes)}, "
-        f"{size(missing)} too much" + (f"; its peak is at {where}" if where else "")
+        f"{size(missing)} too much"
+        + (f"; its peak is at {where}" if where else "")
+        + ("; the time of the search was over" if evaluator.clock.left <= 0 else "")
     )
     error.missing, error.bound = missing, bound
     return error

@@ -16,8 +16,12 @@ from typing import NamedTuple
 PROGRESS = logging.getLogger("gshard.auto")  # a line for each phase as it begins
 
 # Where work is counted: the seconds of processor time that may pass for each second that was given,
-# and of wall time for each of these; and seconds of processor time to end anything small.
-_PROCESSOR, _WALL, _LEAST_PROCESSOR = 1.2, 10.0, 10.0
+# and of wall time for each of these: a machine may be slower, and others may use it.
+_PROCESSOR, _WALL = 1.2, 10.0
+
+# The seconds of every search until a layout fits, and of solving the model on the first mesh: with
+# less, large programs would have no answer at all.
+LEAST = 10.0
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -47,7 +51,8 @@ class Clock:
         self.root: Clock = self if root is None else root.root
         if root is None:
             self.counted, self.done = counted, 0.0
-            processor = max(_PROCESSOR * seconds, _LEAST_PROCESSOR)
+            self.last = max(seconds, LEAST) + (0.0 if counted else time.monotonic())
+            processor = _PROCESSOR * max(seconds, LEAST)
             self.wall = time.monotonic() + (_WALL * processor if counted else seconds)
             self.processor = time.process_time() + (processor if counted else math.inf)
         self.end = self._now() + seconds
@@ -74,11 +79,8 @@ class Clock:
         self.root.done += seconds
 
     def extend(self, seconds: float) -> None:
-        """Have at least so many seconds from now on."""
-        self.end = max(self.end, self._now() + seconds)
-        root = self.root
-        root.wall = max(root.wall, time.monotonic() + seconds)
-        root.processor = max(root.processor, time.process_time() + _PROCESSOR * seconds)
+        """Have so many seconds from now on, as far as the search has them in all."""
+        self.end = max(self.end, min(self._now() + seconds, self.root.last))
 
     def _now(self) -> float:
         return self.root.done if self.root.counted else time.monotonic()

@@ -25,7 +25,7 @@ from gshard.autosharding.layout.annotations import AXES, Annotated, AnnotatedIns
 from gshard.autosharding.layout.summary import Considered
 from gshard.autosharding.solver import solve, solve_near_limit
 from gshard.autosharding.solver.ilp import Result
-from gshard.autosharding.solver.problem import ROUNDING, Floats, Ints, NoAnswerError, Problem
+from gshard.autosharding.solver.problem import ROUNDING, Floats, Ints, NoAnswerError
 from gshard.autosharding.solver.search import improve
 from gshard.autosharding.traced import TracedProgram
 from gshard.capture.inside import TensorSite, places
@@ -64,7 +64,7 @@ class ModelAnswer:
 
 @dataclasses.dataclass
 class Evaluator:
-    """Lowers layouts of one program, and remembers what became of each."""
+    """Solves the models of one program, lowers layouts of it, and remembers what became of each."""
 
     subject: TracedProgram
     machine: Hardware
@@ -151,6 +151,62 @@ class Evaluator:
             limit=self.limit,
         )
 
+    def building_work(self, mesh: MeshShape) -> float:
+        """Seconds of work to build a model on a mesh."""
+        edges = self.subject.flow.edges
+        shapes = Counter(
+            max((a.aval.shape for side in edge.atoms for a in side), key=len, default=())
+            for edge in edges
+        )
+        pairs = sum(count * len(specs_of(shape, mesh)) ** 2 for shape, count in shapes.items())
+        return WORK.model_edge * len(edges) + WORK.model_pair * pairs
+
+    def choice(
+        self, mesh: MeshShape, limit: float, clock: Clock, needed: bool
+    ) -> ModelAnswer | None:
+        """The answer of the likely model on a mesh; copies count where they break the limit.
+
+        None where there is no time for it, unless it is needed: presolving takes as long as
+        building.
+        """
+        paired: set[Any] = set()
+        best: tuple[MeshProblem, Result] | None = None
+        subject, work = self.subject, self.building_work(mesh)
+        for number in range(2):  # copies count from the second time on
+            if 2 * work > clock.left and not (needed and best is None):
+                break
+            clock.charge(work)
+            given = (limit, paired, self.donates)
+            model = build(subject, mesh, self.machine, *given)
+            share = clock.part(clock.left if number else 2 / 3 * clock.left)
+            result = solve_near_limit(model.problem, share, needed and not number)
+            if result.answer is None:
+                break
+            best = model, result
+            if not model.uncounted(result.answer):
+                break
+            paired = set(model.copies)
+        if best is None or best[1].answer is None:
+            return None
+        model, result = best
+        peak = float(model.problem.memory.profile(best[1].answer).max(initial=0.0))
+        return ModelAnswer(result.cost / PICO, model, best[1].answer, peak, result.gap)
+
+    def bound(self, mesh: MeshShape, limit: float, clock: Clock) -> float:
+        """Seconds that the forecast of no layout over a mesh is below; infinite if none fits."""
+        subject, work = self.subject, self.building_work(mesh)
+        if work > clock.left:
+            return 0.0
+        clock.charge(work)
+        problem = build_lower_bound(subject, mesh, self.machine, limit).problem
+        # A bound at once: every operator at its cheapest, and nothing moves.
+        own = problem.constant + sum(float(c.min(initial=math.inf)) for c in problem.costs)
+        try:
+            own = max(own, solve(problem, clock).bound)
+        except NoAnswerError:  # arguments alone do not fit over this mesh
+            return math.inf
+        return (1 - ROUNDING) * own / PICO
+
     @functools.cached_property
     def equations(self) -> int:
         """The equations of the program, loops counted once."""
@@ -165,8 +221,7 @@ class Evaluator:
     def _lowered(self, layout: Layout, results: Mapping[str, Annotated]) -> tuple[Layout, Forecast]:
         layout = dataclasses.replace(layout, results=tuple(results.values()))
         subject = self.subject
-        keywords = {"hardware": self.machine, **self.keywords}
-        keywords["devices"] = subject.devices
+        keywords = {"hardware": self.machine, **self.keywords, "devices": subject.devices}
         lowered = jit(subject.fn, annotations=layout, **keywords).lower(*subject.args)
         forecast = lowered.forecast(self.machine)
         self.clock.charge(WORK.lowering * self.equations)
@@ -199,80 +254,6 @@ class Evaluator:
         here = jax.devices()
         count = self.subject.devices
         return here[:count] if len(here) >= count else count
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelSolver:
-    """Solves the models of one program: an answer to make layouts of, and a bound."""
-
-    evaluator: Evaluator
-
-    def building_work(self, mesh: MeshShape) -> float:
-        """Seconds of work to build a model on a mesh."""
-        edges = self.evaluator.subject.flow.edges
-        shapes = Counter(
-            max((a.aval.shape for side in edge.atoms for a in side), key=len, default=())
-            for edge in edges
-        )
-        pairs = sum(count * len(specs_of(shape, mesh)) ** 2 for shape, count in shapes.items())
-        return WORK.model_edge * len(edges) + WORK.model_pair * pairs
-
-    def choice(
-        self, mesh: MeshShape, limit: float, clock: Clock, needed: bool
-    ) -> ModelAnswer | None:
-        """The answer of the likely model on a mesh; copies count where they break the limit.
-
-        None where there is no time for it, unless it is needed: presolving takes as long as
-        building.
-        """
-        paired: set[Any] = set()
-        best: tuple[MeshProblem, Result] | None = None
-        subject, work = self.evaluator.subject, self.building_work(mesh)
-        for number in range(2):  # copies count from the second time on
-            if 2 * work > clock.left and not (needed and best is None):
-                break
-            clock.charge(work)
-            given = (limit, paired, self.evaluator.donates)
-            model = build(subject, mesh, self.evaluator.machine, *given)
-            share = clock.part(clock.left if number else 2 / 3 * clock.left)
-            result = self._solved(model.problem, share, needed and not number)
-            if result.answer is None:
-                break
-            best = model, result
-            if not model.uncounted(result.answer):
-                break
-            paired = set(model.copies)
-        if best is None or best[1].answer is None:
-            return None
-        model, result = best
-        peak = float(model.problem.memory.profile(best[1].answer).max(initial=0.0))
-        return ModelAnswer(result.cost / PICO, model, best[1].answer, peak, result.gap)
-
-    def _solved(self, problem: Problem, clock: Clock, needed: bool) -> Result:
-        """The answer of a model; where none fits and one is needed, one that holds little."""
-        result, fits = Result(None, np.inf, -np.inf), True
-        try:
-            result = solve(problem, clock)
-        except NoAnswerError:
-            fits = False
-        if result.answer is None and (needed or not fits):
-            result = solve_near_limit(problem, clock)
-        return result
-
-    def bound(self, mesh: MeshShape, limit: float, clock: Clock) -> float:
-        """Seconds that the forecast of no layout over a mesh is below; infinite if none fits."""
-        subject, work = self.evaluator.subject, self.building_work(mesh)
-        if work > clock.left:
-            return 0.0
-        clock.charge(work)
-        problem = build_lower_bound(subject, mesh, self.evaluator.machine, limit).problem
-        # A bound at once: every operator at its cheapest, and nothing moves.
-        own = problem.constant + sum(float(c.min(initial=math.inf)) for c in problem.costs)
-        try:
-            own = max(own, solve(problem, clock).bound)
-        except NoAnswerError:  # arguments alone do not fit over this mesh
-            return math.inf
-        return (1 - ROUNDING) * own / PICO
 
 
 @dataclasses.dataclass(frozen=True)

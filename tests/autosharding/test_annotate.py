@@ -24,8 +24,8 @@ def test_a_handful_of_annotations_is_as_good_as_all(case):
     program = case(False)
     evaluator, choice = chosen.__wrapped__(program.fn, *program.arguments)
     full = AnnotationSearch(evaluator, choice).everything()
-    layouts = AnnotationSearch(evaluator, choice).few(Clock(60.0, counted=True))
-    best = min(layouts, key=lambda layout: layout.seconds)
+    best = AnnotationSearch(evaluator, choice).few(Clock(60.0, counted=True))
+    assert best is not None
     # As `auto` does: by the model each saves something, by the forecast some may be removed.
     best = fewest(best, 1.01 * full.seconds, evaluator, lambda: True)
     assert 0 < len(best.inside) <= 5 < len(full.inside) / 4

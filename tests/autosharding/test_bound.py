@@ -185,6 +185,15 @@ def test_a_bound_that_the_best_layout_meets(devices):
     _check(("met", fn, (struct(16_384, 64), struct(64, 1024), struct(64, 64))), devices)
 
 
+def test_the_best_layout_may_be_that_of_one_argument():
+    """What the model annotates inside is no good start: there it takes all rows to be uneven."""
+
+    def fn(x, first, second):
+        return STEPS["centred"](STEPS["residual"](x, first), second)
+
+    _check(("alone", fn, (struct(16_384, 96), struct(96, 64), struct(96, 64))), 3)
+
+
 @pytest.mark.slow
 def test_each_of_two_arguments_of_one_shape_is_tried():
     """The best layout splits the second one alone."""

@@ -51,10 +51,35 @@ def test_a_part_of_a_clock_has_some_of_its_time(monkeypatch):
     monkeypatch.setattr("gshard.autosharding.budget.time.process_time", lambda: processor + 13.0)
     assert part.left == clock.left == 0.0  # a fifth more than was given
     assert part.part(1.0).left == 0.0
-    clock.extend(2.0)
-    assert clock.left == 7.0
+    monkeypatch.undo()
     clock.charge(9.0)
     assert clock.left == clock.part(1.0).left == -2.0
+
+
+def test_a_search_is_extended_up_to_its_budget_or_ten_seconds():
+    for seconds, most in ((2.0, 10.0), (20.0, 20.0)):
+        clock = Clock(seconds, counted=True)
+        clock.charge(seconds - 1.0)
+        clock.extend(5.0)
+        assert clock.left == min(5.0, most - seconds + 1.0)
+        clock.charge(20.0)
+        clock.extend(5.0)
+        assert clock.left < 0  # at the end of its time it has no more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["100 MB", "450 MB", "500 MB"])
+def test_a_search_where_nothing_fits_costs_no_more_than_its_budget(memory, monkeypatch):
+    clocks = []
+    monkeypatch.setattr(
+        "gshard.autosharding.auto.Clock",
+        lambda *a, **k: clocks.append(Clock(*a, **k)) or clocks[-1],
+    )
+    size = Size(L=2, B=16, S=512, M=1024, N=16, F=4096, V=32_000)
+    given = transformer.shapes(size), transformer.tokens(size)
+    with pytest.raises(ValueError, match="no layout was found"):
+        gshard.auto(transformer.sgd, *given, devices=8, hardware="h100", memory=memory, seconds=12)
+    assert clocks[0].done <= 1.2 * 12
 
 
 def test_phases_add_up_to_all_of_the_time():
@@ -71,9 +96,9 @@ def test_phases_add_up_to_all_of_the_time():
         budget.enter(phase)
         clock.charge(float(seconds))
     assert [took for took, _ in budget.report().values()] == list(range(len(PHASES)))
-    clock.extend(30.0)
+    clock.extend(25.0)
     budget.restart()
-    assert budget.enter("solving").left == pytest.approx(30.0 * (0.12 + 0.25))
+    assert budget.enter("solving").left == pytest.approx(25.0 * (0.12 + 0.25))
 
 
 def test_a_layout_shows_what_each_phase_took():

@@ -56,15 +56,10 @@ def tiles_of(spec: Spec, mesh: MeshShape, rank: int) -> tuple[int, ...]:
     return tuple(tiles)
 
 
-def local_shape(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
-    """The shape of a tile, padding included."""
-    tiles = tiles_of(spec, mesh, len(shape))
-    return tuple(-(-n // t) for n, t in zip(shape, tiles, strict=True))
-
-
 def local_elements(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> int:
     """The elements of a tile, padding included."""
-    return math.prod(local_shape(shape, spec, mesh))
+    tiles = tiles_of(spec, mesh, len(shape))
+    return math.prod(-(-n // t) for n, t in zip(shape, tiles, strict=True))
 
 
 def sharding_of(spec: Spec, rank: int, mesh: MeshShape) -> Sharding:

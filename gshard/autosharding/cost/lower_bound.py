@@ -26,7 +26,7 @@ from jax.extend.core import primitives as p
 
 from gshard.autosharding.cost import NONE, MeshShape, Spec, specs_of, tiles_of
 from gshard.autosharding.cost.model import MOST_SPECS, Holding, MeshProblem, ModelBuilder
-from gshard.autosharding.cost.rates import Axes, MeshRates, PartialSum
+from gshard.autosharding.cost.rates import Axes, PartialSum, Rates
 from gshard.autosharding.cost.strategies import OperatorPrices, Shares, Strategy, primitive_of
 from gshard.autosharding.solver.problem import FORBIDDEN, Bools, Floats, Ints
 from gshard.autosharding.traced import TracedProgram
@@ -44,10 +44,10 @@ def build_lower_bound(
 ) -> MeshProblem:
     """The problem whose least cost is a lower bound of the forecasts of all layouts over a mesh,
     where equations that are `repeated` are sharded like those they represent."""
-    return LowerBoundBuilder(LowerBoundPrices(subject, mesh, hardware), limit).built()
+    return LowerBoundBuilder(subject, mesh, hardware, limit).built()
 
 
-class LowerBoundRates(MeshRates):
+class LowerBoundRates(Rates):
     """The least latencies, and the fewest seconds per byte.
 
     A collective of more than `largest` bytes, or one that exchanges, has a latency of its own;
@@ -233,6 +233,10 @@ class LowerBoundBuilder(ModelBuilder):
             for atom in edge.atoms[0]:
                 if not isinstance(atom, Literal) and atom in self.flow.shares and edge.atoms[1]:
                     self._postpone(atom, edge.atoms[1][0])
+
+    def operator_prices(self, subject: TracedProgram) -> LowerBoundPrices:
+        """Prices that no lowered program undercuts."""
+        return LowerBoundPrices(subject, self.mesh, self.hardware)
 
     def _postpone(self, var: Any, result: Any) -> None:
         size, after = (max(v.aval.size, 1) for v in (var, result))

@@ -25,13 +25,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard.autosharding.cost import NONE, MeshShape, local_elements, sharding_of, specs_of
-from gshard.autosharding.cost.strategies import (
-    PICO,
-    OperatorPrices,
-    Priced,
-    Shares,
-    primitive_of,
-)
+from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Priced, Shares, primitive_of
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints, MemoryModel, Problem, unite
 from gshard.autosharding.traced import TracedProgram, border_ends, border_table, leaving_borders
 from gshard.forecast.hardware import Hardware
@@ -43,7 +37,6 @@ from gshard.tensors.tile import byte_size
 _HELD = 0.01
 
 Holding = tuple[int, int, int, Floats]  # node, start, stop, bytes by strategy
-
 
 # A tensor is large if all of it takes this share of the memory limit.
 _LARGE = 1 / 200
@@ -154,8 +147,7 @@ def build(
     A result that is the argument of the next call is resharded for it where the two differ, and
     takes its place if it is `donated`. `paired` are tensors whose copies count in the limit.
     """
-    prices = OperatorPrices(subject, mesh, hardware)
-    return ModelBuilder(prices, limit, paired, donated).built()
+    return ModelBuilder(subject, mesh, hardware, limit, paired, donated).built()
 
 
 class ModelBuilder:
@@ -165,15 +157,18 @@ class ModelBuilder:
 
     def __init__(
         self,
-        prices: OperatorPrices,
+        subject: TracedProgram,
+        mesh: MeshShape,
+        hardware: Hardware,
         limit: float,
         paired: Collection[Any] = (),
         donated: bool = False,
     ) -> None:
-        self.prices, self.limit, self.donated = prices, limit, donated
-        self.mesh, self.hardware, self.work = prices.mesh, prices.hardware, prices.work
-        self.subject, self.repeated = prices.subject, prices.subject.repeated
-        self.jaxpr, self.flow = self.subject.flat.jaxpr, self.subject.flow
+        self.subject, self.mesh, self.hardware = subject, mesh, hardware
+        self.limit, self.donated, self.repeated = limit, donated, subject.repeated
+        self.prices = self.operator_prices(subject)
+        self.work = self.prices.work
+        self.jaxpr, self.flow = subject.flat.jaxpr, subject.flow
         self.copies = SharedCopies(self.flow, self.mesh, limit, paired)
         self.outwards = leaving_borders(self.jaxpr)
         self.costs: list[Floats] = []
@@ -184,6 +179,10 @@ class ModelBuilder:
         self.states: dict[Any, Any] = {}  # the arguments of the next step that results are
         self.waiting: list[tuple[int, int, Floats]] = []  # partial sums, by operator and place
         self.made, self.used = dict[Any, int](), dict[Any, int]()  # the first and the last place
+
+    def operator_prices(self, subject: TracedProgram) -> OperatorPrices:
+        """The prices of the program's operators."""
+        return OperatorPrices(subject, self.mesh, self.hardware)
 
     def built(self) -> MeshProblem:
         """The finished problem."""

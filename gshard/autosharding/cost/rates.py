@@ -55,11 +55,16 @@ _SAMPLE = 1 << 24  # bytes by which the likely rate of an axis is measured
 Axes = tuple[int, ...]
 
 
-class MeshRates:
-    """A mesh of devices of a machine, and its collectives along some of its axes."""
+class Rates:
+    """Likely rates: collectives along single axes of a mesh of devices, one after the other.
 
-    def __init__(self, hardware: Hardware, mesh: MeshShape) -> None:
-        self.hardware, self.mesh = hardware, mesh
+    Small collectives may be combined into one of up to `LATENCIES` times the bytes that are sent in
+    the latency of one. Where that is assumed (`combined`), each pays its part of a latency.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: MeshShape, combined: bool = False) -> None:
+        self.hardware, self.mesh, self.combined = hardware, mesh, combined
+        self.most = LATENCIES * hardware.cost_model.latency  # bytes of combined collectives
         self.topology = hardware.topology(math.prod(mesh))
         self.ids = np.arange(math.prod(mesh)).reshape(mesh)
 
@@ -74,27 +79,6 @@ class MeshRates:
         sent, waited = collective_terms(self.topology, kind, size, groups)
         skew = efficiency.skew_seconds * reach(self.topology, groups)
         return waited + efficiency.operator_seconds + skew, sent / efficiency.links / size
-
-    def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:
-        """Seconds from each spec of a tensor to each other one."""
-        raise NotImplementedError
-
-    def sums(self, partial: PartialSum, spec: Spec) -> float:
-        """Seconds to add up partial results for a spec."""
-        raise NotImplementedError
-
-
-class Rates(MeshRates):
-    """Likely rates: collectives along single mesh axes, one after the other.
-
-    Small collectives may be combined into one of up to `LATENCIES` times the bytes that are sent in
-    the latency of one. Where that is assumed (`combined`), each pays its part of a latency.
-    """
-
-    def __init__(self, hardware: Hardware, mesh: MeshShape, combined: bool = False) -> None:
-        super().__init__(hardware, mesh)
-        self.combined = combined
-        self.most = LATENCIES * hardware.cost_model.latency  # bytes of combined collectives
 
     @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
     def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:

@@ -22,15 +22,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import JaxprEqn, Literal, Primitive
 
 from gshard.autosharding.cost import NONE, MeshShape, Spec, local_elements, sharding_of, specs_of
-from gshard.autosharding.cost.rates import Axes, MeshRates, PartialSum, Rates
+from gshard.autosharding.cost.rates import Axes, PartialSum, Rates
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats
 from gshard.autosharding.traced import TracedProgram
-from gshard.forecast.dataflow import DeviceOperator, Op, elements, size_of
+from gshard.forecast.dataflow import Body, DeviceOperator, Op, elements
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.program import body_of, walk
+from gshard.forecast.program import body_of
 from gshard.forecast.work import (
     looks_up,
     moved_bytes,
@@ -46,7 +46,7 @@ from gshard.rules.base.rule import RULES, Rule, Way
 from gshard.rules.base.ways import operand_moves, price
 from gshard.tensors.factors import Dim, Factors
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import byte_size
+from gshard.tensors.tile import byte_size, size_of
 
 Parts = tuple[tuple[int, float], ...]  # numbers of operands or results, and the share touched
 
@@ -70,8 +70,8 @@ class FusedWork:
     program itself, or the most that its part on one of `fused_on` devices may be."""
 
     def __init__(self, subject: TracedProgram, hardware: Hardware, fused_on: int = 1) -> None:
-        self.hardware, self.devices, self.fused_on = hardware, subject.devices, fused_on
-        jaxpr, repeated = subject.flat.jaxpr, subject.repeated
+        self.hardware, self.devices = hardware, subject.devices
+        body, repeated = body_of(subject.flat.jaxpr, hardware.compiler, fused_on), subject.repeated
         self.starts = 0  # how many operators a device starts
         self.stored: set[Any] = set()  # what is written to memory
         self.copied: dict[Any, float] = defaultdict(float)  # times that a tensor is copied
@@ -82,9 +82,9 @@ class FusedWork:
         self._operations: dict[Any, float] = {}
         self._covered: set[Any] = set()
         self._kept: set[Any] = set()  # equations that a compiler does not find to be equal
-        self._collect(jaxpr)
+        self._collect(body)
         seen: set[DeviceOperator] = set()
-        for operator, count, _ in walk(jaxpr, hardware.compiler, self.fused_on):
+        for operator, count, _ in body.walk():
             self.starts += count * (repeated.times if operator.root.eqn in repeated.eqns else 1)
             self.stored.update(operator.writes)
             self._kept.update(op.eqn for op in operator.members)
@@ -110,12 +110,11 @@ class FusedWork:
             var = self._alias[var]
         return var
 
-    def _collect(self, jaxpr: Jaxpr) -> None:
-        body = body_of(jaxpr, self.hardware.compiler, self.fused_on)
+    def _collect(self, body: Body) -> None:
         self._alias.update(body.alias)
-        for operator in body.operators:
-            for inner in operator.loop.bodies if operator.loop else ():
-                self._collect(inner.jaxpr)
+        for loop in filter(None, (operator.loop for operator in body.operators)):
+            for inner in loop.bodies:
+                self._collect(inner)
 
     def _add(self, operator: DeviceOperator) -> None:
         root, found = operator.root, {op.primitive for op in operator.members}
@@ -197,11 +196,11 @@ class OperatorPrices:
         self.weights = {getattr(v.aval, "shape", ()) for v in subject.flat.jaxpr.invars}
         self.bandwidth = hardware.memory_bandwidth * hardware.efficiency.memory
 
-    def moves(self, share: float = 1.0) -> MeshRates:
+    def moves(self, share: float = 1.0) -> Rates:
         """What moves take, of values of which this share moves."""
         return self.alone
 
-    def sums(self, shape: tuple[int, ...]) -> MeshRates:
+    def sums(self, shape: tuple[int, ...]) -> Rates:
         """What sums take: those of gradients can be combined, since nothing waits for them."""
         return self.combined if shape in self.weights else self.alone
 

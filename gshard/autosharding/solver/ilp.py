@@ -11,12 +11,11 @@ import dataclasses
 import importlib.util
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from gshard.autosharding.budget import WORK, Clock
+from gshard.autosharding.budget import PROGRESS, WORK, Clock
 from gshard.autosharding.solver.problem import (
     ROUNDING,
     Floats,
@@ -30,8 +29,6 @@ from gshard.autosharding.solver.problem import (
 _ITERATIONS = 100
 _INTEGRAL = 8  # times the work, for iterations of an integral program
 
-Matrix = tuple[Ints, Ints, Floats]
-
 
 @dataclasses.dataclass(frozen=True)
 class Solved:
@@ -39,15 +36,13 @@ class Solved:
 
     values: Floats | None
     bound: float
-    infeasible: bool = False
 
 
 class HighsBackend:
     """HiGHS, with rows added to the live model and a starting solution."""
 
-    def __init__(self, costs: Floats, matrix: Matrix, right: Floats, integers: int) -> None:
+    def __init__(self, costs: Floats, matrix: Any, right: Floats, integers: int) -> None:
         import highspy
-        import scipy.sparse
 
         self.highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         self.integers, self.integral = integers, False
@@ -55,18 +50,15 @@ class HighsBackend:
         self.highs.cbMipInterrupt += self._interrupt
         for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
             self.highs.setOptionValue(option, value)
-        rows, columns, values = matrix
-        shape = len(right), len(costs)
-        by_row = scipy.sparse.csr_matrix((values, (rows, columns)), shape=shape)
         lp = highspy.HighsLp()
-        lp.num_row_, lp.num_col_ = shape
-        lp.col_cost_, lp.col_lower_ = costs, np.zeros(shape[1])
+        lp.num_row_, lp.num_col_ = matrix.shape
+        lp.col_cost_, lp.col_lower_ = costs, np.zeros(len(costs))
         # Rows keep columns below 1; bounds of their own would only hinder HiGHS's presolve.
-        lp.col_upper_ = np.full(shape[1], highspy.kHighsInf)
+        lp.col_upper_ = np.full(len(costs), highspy.kHighsInf)
         lp.row_lower_, lp.row_upper_ = right, right
         lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_, lp.a_matrix_.index_ = by_row.indptr, by_row.indices
-        lp.a_matrix_.value_ = by_row.data
+        lp.a_matrix_.start_, lp.a_matrix_.index_ = matrix.indptr, matrix.indices
+        lp.a_matrix_.value_ = matrix.data
         self.highs.passModel(lp)
 
     def add_row(self, columns: Ints, values: Floats, upper: float) -> None:
@@ -101,7 +93,7 @@ class HighsBackend:
             highspy.HighsModelStatus.kInfeasible,
             highspy.HighsModelStatus.kUnboundedOrInfeasible,
         ):
-            return Solved(None, -np.inf, infeasible=True)
+            raise NoAnswerError("no combination of strategies fits into memory")
         optimal = status == highspy.HighsModelStatus.kOptimal
         if not integral:
             if not optimal:
@@ -140,45 +132,33 @@ class HighsBackend:
 class ScipyBackend:
     """HiGHS as SciPy brings it: every run starts from nothing, and only wall time ends it."""
 
-    def __init__(self, costs: Floats, matrix: Matrix, right: Floats, integers: int) -> None:
-        import scipy.sparse
-
-        rows, columns, values = matrix
-        shape = len(right), len(costs)
-        self.costs, self.integers, self.right = costs, integers, right
-        self.matrix = scipy.sparse.csr_matrix((values, (rows, columns)), shape=shape)
-        self.added: list[tuple[Any, float]] = []
+    def __init__(self, costs: Floats, matrix: Any, right: Floats, integers: int) -> None:
+        self.costs, self.integers = costs, integers
+        self.rows: list[tuple[Any, Any, Any]] = [(matrix, right, right)]
 
     def add_row(self, columns: Ints, values: Floats, upper: float) -> None:
         """Add a row: the sum is at most `upper`."""
         import scipy.sparse
 
-        row = scipy.sparse.csr_matrix(
-            (values, (np.zeros_like(columns), columns)), shape=(1, len(self.costs))
-        )
-        self.added.append((row, upper))
+        own, shape = (values, (np.zeros_like(columns), columns)), (1, len(self.costs))
+        self.rows.append((scipy.sparse.csr_matrix(own, shape=shape), -np.inf, upper))
 
     def run(self, integral: bool, tolerance: float, start: Floats | None, clock: Clock) -> Solved:
         """Solve, with the first columns integral or not."""
         import scipy.optimize
 
-        constraints = [scipy.optimize.LinearConstraint(self.matrix, self.right, self.right)]
-        if self.added:
-            rows = scipy.sparse.vstack([row for row, _ in self.added])
-            uppers = np.array([upper for _, upper in self.added])
-            constraints.append(scipy.optimize.LinearConstraint(rows, -np.inf, uppers))
         kinds, seconds = np.zeros(len(self.costs)), min(clock.left, clock.guard_left)
         kinds[: self.integers] = integral
         found = scipy.optimize.milp(
             self.costs,
             integrality=kinds,
             bounds=scipy.optimize.Bounds(0.0, 1.0),
-            constraints=constraints,
+            constraints=[scipy.optimize.LinearConstraint(*row) for row in self.rows],
             options={"time_limit": seconds, "mip_rel_gap": tolerance},
         )
         clock.charge(seconds if found.status == 1 else 0.0)
         if found.status == 2:
-            return Solved(None, -np.inf, infeasible=True)
+            raise NoAnswerError("no combination of strategies fits into memory")
         bound = found.mip_dual_bound if integral else found.fun if found.status == 0 else None
         values = None if found.x is None else np.asarray(found.x)
         return Solved(values, -np.inf if bound is None else float(bound))
@@ -187,7 +167,7 @@ class ScipyBackend:
 Backend = HighsBackend | ScipyBackend
 
 
-def open_backend(costs: Floats, matrix: Matrix, right: Floats, integers: int) -> Backend:
+def open_backend(costs: Floats, matrix: Any, right: Floats, integers: int) -> Backend:
     """A program: minimize costs, matrix @ columns = right, the first `integers` columns whole."""
     if importlib.util.find_spec("highspy") is not None:
         return HighsBackend(costs, matrix, right, integers)
@@ -213,8 +193,12 @@ class Result:
             return np.inf
         return max(0.0, self.cost - self.bound) / max(abs(self.cost), 1e-30)
 
+    def log(self) -> None:
+        """A line of progress."""
+        PROGRESS.debug("cost %s, at least %s", self.cost, self.bound)
 
-Progress = Callable[[Result], None]
+
+NOTHING = Result(None, np.inf, -np.inf)
 
 
 class LinearProgram:
@@ -229,6 +213,8 @@ class LinearProgram:
 
     def _build(self) -> Backend:
         """Columns: s of each node, then e of each edge. Rows: one per node, then of each edge."""
+        import scipy.sparse
+
         rows, columns, values = [], [], []
         nodes = np.repeat(np.arange(len(self.problem.costs)), np.diff(self.first))
         rows.append(nodes)
@@ -250,7 +236,8 @@ class LinearProgram:
                 row += size
         right = np.zeros(row)
         right[: len(self.problem.costs)] = 1.0
-        matrix = np.concatenate(rows), np.concatenate(columns), np.concatenate(values)
+        filled = np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))
+        matrix = scipy.sparse.csr_matrix(filled, shape=(row, column))
         return open_backend(np.concatenate(costs), matrix, right, self.count)
 
     def usage(self, chosen: Floats) -> Floats:
@@ -303,22 +290,16 @@ class LinearProgram:
         return np.concatenate(values)
 
 
-def solve_exactly(
-    problem: Problem,
-    clock: Clock,
-    start: Ints | None = None,
-    progress: Progress | None = None,
-    tolerance: float = 1e-9,
-) -> Result:
+def solve_exactly(problem: Problem, clock: Clock, tolerance: float = 1e-9) -> Result:
     """The best answer, proven up to `tolerance`, or the best one known when time runs out.
 
-    `start` is an answer within the limit. Raises `NoAnswerError` where there is none.
+    Raises `NoAnswerError` where there is none.
     """
     if not problem.costs:
         if (problem.memory.limit < 0).any():
             raise NoAnswerError("the memory limit is below what every answer needs")
         return Result(np.zeros(0, dtype=np.int64), problem.constant, problem.constant)
-    best = Result(start, np.inf if start is None else problem.cost(start), -np.inf)
+    best = NOTHING
     loading = WORK.program_entry * (problem.strategies + 2 * problem.pairs)
     if loading > clock.left:
         return best
@@ -328,8 +309,6 @@ def solve_exactly(
         while clock.left > 0:
             given = None if best.answer is None or not integral else program.start(best.answer)
             solved = program.backend.run(integral, tolerance, given, clock)
-            if solved.infeasible:
-                raise NoAnswerError("no combination of strategies fits into memory")
             bound = max(best.bound, solved.bound + problem.constant)
             best = dataclasses.replace(best, bound=min(bound, best.cost))
             if solved.values is None and not integral:
@@ -340,8 +319,7 @@ def solve_exactly(
             cost = problem.cost(answer)
             if cost < best.cost and problem.excess(answer) <= 0:
                 best = Result(answer, cost, min(best.bound, cost))
-            if progress is not None:
-                progress(best)
+            best.log()
             if best.gap <= tolerance or not program.cut(solved.values):
                 break
         if best.gap <= tolerance:

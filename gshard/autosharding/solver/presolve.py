@@ -12,6 +12,7 @@ left is an equal problem too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -337,23 +338,11 @@ def _eliminated(network: ProblemGraph, node: int) -> set[int]:
     return {first, second}
 
 
-@dataclasses.dataclass(frozen=True)
-class Presolved:
-    """A smaller problem with the same best cost, and the way back to the original one."""
-
-    problem: Problem
-    steps: tuple[Callable[[Ints], Ints], ...]
-
-    def back(self, answer: Ints) -> Ints:
-        """The answer of the original problem that an answer of the smaller one stands for."""
-        for step in reversed(self.steps):
-            answer = step(answer)
-        return answer
-
-
-def presolve(problem: Problem, clock: Clock | None = None) -> Presolved:
+def presolve(
+    problem: Problem, clock: Clock | None = None
+) -> tuple[Problem, Callable[[Ints], Ints]]:
     """Merge decided nodes, drop dominated strategies and remove nodes without memory, until the
-    problem stays as it is or time runs out."""
+    problem stays as it is or time runs out: a problem with the same best cost, and the way back."""
     steps: list[Callable[[Ints], Ints]] = []
     size = None
     while size != (len(problem.costs), problem.strategies, len(problem.edges)):
@@ -364,4 +353,4 @@ def presolve(problem: Problem, clock: Clock | None = None) -> Presolved:
                 raise NoAnswerError("the costs forbid every combination of strategies")
             problem = dataclasses.replace(problem, memory=problem.memory.tightened())
             steps.append(back)
-    return Presolved(problem, tuple(steps))
+    return problem, lambda answer: functools.reduce(lambda a, step: step(a), steps[::-1], answer)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import gshard
 from gshard.autosharding.cost.lower_bound import (
     LowerBoundBuilder,
-    LowerBoundPrices,
 )
 from gshard.autosharding.solver.problem import FORBIDDEN
 from gshard.autosharding.traced import TracedProgram
@@ -88,7 +87,7 @@ def test_transposed_values_have_the_readers_of_their_source():
     flat = jax.make_jaxpr(fn)(struct(8, 16, 24))
     first, _, second, _ = (eqn.outvars[0] for eqn in flat.eqns)
     subject = TracedProgram(fn, (), 8, flat, [], 0, [], [])
-    builder = LowerBoundBuilder(LowerBoundPrices(subject, (8,), hardware("h100")), 1e9)
+    builder = LowerBoundBuilder(subject, (8,), hardware("h100"), 1e9)
     assert builder.source(second) == (first, (0, 2, 1))
     # Specs of both are: none, dim 0, dim 1, dim 2.
     assert builder.columns(second).tolist() == [0, 1, 3, 2]

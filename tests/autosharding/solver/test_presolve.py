@@ -46,12 +46,12 @@ def test_steps_are_exact(step, problem):
 def test_all_steps_together(problem):
     wanted = brute_force(problem)
     try:
-        smaller = presolve(problem)
+        smaller, back = presolve(problem)
     except NoAnswerError:
         assert wanted == np.inf
         return
-    found = best_answer(smaller.problem)
-    assert (np.inf if found is None else problem.cost(smaller.back(found))) == wanted
+    found = best_answer(smaller)
+    assert (np.inf if found is None else problem.cost(back(found))) == wanted
 
 
 def _memory(*holdings, limit=(100.0,)):

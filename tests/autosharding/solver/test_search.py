@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.contest import from_contest
 from gshard.autosharding.budget import Clock
 from gshard.autosharding.solver import solve
+from gshard.autosharding.solver.ilp import Result
 from gshard.autosharding.solver.search import MemorySlack, Search, improve
 from tests.autosharding.solver.problems import brute_force, consistent, problems
 from tests.autosharding.solver.shapes import SHAPES, instance
@@ -66,7 +67,9 @@ def test_draws_are_within_a_tight_limit(shape):
     first = drawing.draw(range(60))
     assert first is not None
     assert problem.excess(first) <= 0
-    drawing = Search(problem, Clock(60.0, counted=True), start=first)
+    drawing = Search(
+        problem, Clock(60.0, counted=True), Result(first, problem.cost(first), -np.inf)
+    )
     answer = drawing.draw(range(10, 30))
     assert answer is not None
     assert problem.excess(answer) <= 0
