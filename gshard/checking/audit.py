@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,6 @@ EXACT = Numbers(constant, local, written_out)
 REWRITTEN = "rewritten as a part of other operators"
 UNUSED = "not computed by any device"
 ELSEWHERE = "of runs that the unpartitioned program does not have"
-FOLLOWS = "that depend on one that differs"
 
 
 class Logical:
@@ -64,7 +63,7 @@ class Logical:
         self._asked = asked
         self._known: dict[tuple[Jaxpr, tuple[int, ...]], dict[Any, list[Any]]] = {}
         self._current: dict[Jaxpr, tuple[int, ...]] = {}
-        self.results: list[Value] | None = None
+        self.results: list[Value] = []
 
     def value(self, var: Any, path: Path) -> Value | None:
         """What a variable is in one of the runs of its region; None if there is no such run."""
@@ -86,14 +85,13 @@ class Logical:
         """Run to the end: the results."""
         while self._advanced():
             pass
-        assert self.results is not None
         return self.results
 
     def _advanced(self) -> bool:
         try:
             event = next(self._running)
         except StopIteration as end:
-            self.results = end.value if self.results is None else self.results
+            self.results = end.value or self.results
             return False
         numbers = _numbers(event.path)
         for n, (var, value) in enumerate(zip(event.variables, event.values, strict=True)):
@@ -112,7 +110,7 @@ def _in_order(jaxpr: Jaxpr, asked: Sequence[Any]) -> Jaxpr:
     """
     maker: dict[Any, int] = {}
     for number, eqn in enumerate(jaxpr.eqns):
-        inside = [v for body in bodies(eqn) for v in _depths(body, 0)]
+        inside = [v for body in bodies(eqn) for v in _variables(body)]
         maker |= dict.fromkeys((*eqn.outvars, *inside), number)
     done: dict[int, JaxprEqn] = {}
     for atom in (*asked, *jaxpr.outvars):
@@ -141,15 +139,13 @@ class Audit:
     """Compares a program's values while it runs."""
 
     def __init__(self, emitted: Emitted, report: Report, arguments: Sequence[Value]):
-        self.emitted, self.report, self.count = emitted, report, report.devices
-        self.depth: dict[Any, int] = {}  # of the user's variables: loops and branches around each
-        self.region: dict[Any, Jaxpr] = {}
-        self.maker: dict[Any, JaxprEqn] = {}
-        self._enter(emitted.flat.jaxpr, 0)
-        self._depths = _depths(emitted.body.jaxpr, 0)
+        self.emitted, self.report = emitted, report
+        of_user = _variables(emitted.flat.jaxpr, lambda eqn: [c.jaxpr for c in loop_bodies(eqn)])
+        self.depth = {var: depth for var, (depth, *_) in of_user.items()}
+        self.maker = {var: eqn for var, (_, _, eqn) in of_user.items() if eqn is not None}
         times = Counter(
             h.value
-            for var, depth in self._depths.items()
+            for var, (depth, *_) in _variables(emitted.body.jaxpr).items()
             for h in emitted.held.get(var, ())
             if self.depth.get(h.value) == depth
         )
@@ -158,20 +154,9 @@ class Audit:
         self._late = {v for v in held if v in self.maker and loop_bodies(self.maker[v])}
         self._left: list[tuple[Held, Value, Event]] = []
         order = sorted(times, key=lambda var: var in self._late)
-        asked = {var: (self.region[var], times[var]) for var in order}
+        asked = {var: (of_user[var][1], times[var]) for var in order}
         self.compared: set[Any] = set()
-        self.wrong: set[Any] = set()
         self.logical = Logical(emitted, arguments, asked)
-
-    def _enter(self, jaxpr: Jaxpr, depth: int) -> None:
-        made = [v for eqn in jaxpr.eqns for v in eqn.outvars]
-        variables = (*jaxpr.constvars, *jaxpr.invars, *made)
-        self.depth |= dict.fromkeys(variables, depth)
-        self.region |= dict.fromkeys(variables, jaxpr)
-        for eqn in jaxpr.eqns:
-            self.maker |= dict.fromkeys(eqn.outvars, eqn)
-            for closed in loop_bodies(eqn):
-                self._enter(closed.jaxpr, depth + 1)
 
     def event(self, event: Event) -> None:
         """Look at what an equation has made, or at what a body begins with."""
@@ -197,9 +182,7 @@ class Audit:
         for var in set(self.maker) - self.compared:
             self.report.not_compared[UNUSED if var in planned else REWRITTEN] += 1
 
-    def look(
-        self, held: Held, got: Value, wanted: Value | None, event: Event, what: str = ""
-    ) -> Value:
+    def look(self, held: Held, got: Value, wanted: Value, event: Event, what: str = "") -> Value:
         """Compare a value with what it should be; what it is taken to be from here on."""
         # One array may be the tile of two values, as of a reshape whose tiles have one element.
         of_another = not held.sharding.manual and held.shape != held.value.aval.shape
@@ -209,22 +192,19 @@ class Audit:
         tiling = Tiling(held.sharding, held.shape)
         gap = gap_between(got, wanted, tiling, event.active, held.value.aval.dtype)
         self.judge(held, gap, event, what or held.moved or "result")
-        if not gap.elements and np.all(event.active):
-            got = adopted(got, wanted, tiling, gap.proved)
+        if np.all(event.active):
+            got = adopted(got, wanted, tiling, gap)
         return _compared(got)
 
     def judge(self, held: Held, gap: Gap, event: Event, what: str) -> None:
-        """Count a comparison, and note a difference, unless it follows from an earlier one."""
+        """Count a comparison, and note a difference."""
         var, report = held.value, self.report
-        is_literal = isinstance(var, Literal)
-        eqn = None if is_literal else self.maker.get(var)
+        eqn = None if isinstance(var, Literal) else self.maker.get(var)
         name = "argument" if eqn is None else eqn.primitive.name
+        name = f"reshard of {name}" if held.moved else name
         at = event.eqn if eqn is None or held.moved else eqn
         source = "" if at is None else source_of(at)
-        if held.moved:
-            name = f"reshard of {name}"
-        if not is_literal:
-            self.compared.add(var)
+        self.compared.add(None if isinstance(var, Literal) else var)
         line = report.line(name, source)
         line.compared += 1
         line.rounded += not gap.proved
@@ -232,44 +212,21 @@ class Audit:
         if not gap.elements:
             return
         line.different += 1
-        follows = not is_literal and self._follows(var)
-        if not is_literal:
-            self.wrong.add(var)
-        if follows:
-            report.not_compared[FOLLOWS] += 1
-            return
         aval, sharding = var.aval, str(held.sharding)
         of = (name, source, what, sharding, tuple(aval.shape), str(aval.dtype), runs_of(event.path))
         report.differences.append(Difference(*of, *gap.first, gap.elements, gap.why))
 
-    def _follows(self, var: Any) -> bool:
-        """Whether a value depends on one that differs, directly or by values not compared."""
-        if var in self.wrong:
-            return True
-        eqn = self.maker.get(var)
-        if eqn is None or loop_bodies(eqn):  # what a run begins with, or a loop ends with
-            return bool(self.report.differences)
-        seen, left = set(), [eqn]
-        while left:
-            for atom in left.pop().invars:
-                if isinstance(atom, Literal) or atom in seen:
-                    continue
-                seen.add(atom)
-                if atom in self.wrong:
-                    return True
-                if atom not in self.compared and atom in self.maker:
-                    left.append(self.maker[atom])
-        return False
 
-
-def _depths(jaxpr: Jaxpr, depth: int) -> dict[Any, int]:
-    """The variables of a program, with the number of loops and branches around each."""
-    found = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), depth)
+def _variables(
+    jaxpr: Jaxpr, inner: Callable[[JaxprEqn], Sequence[Jaxpr]] = bodies, depth: int = 0
+) -> dict[Any, tuple[int, Jaxpr, JaxprEqn | None]]:
+    """The variables of a program: the number of loops and branches around each, the body that it
+    is in, and the equation that makes it."""
+    found: dict[Any, Any] = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), (depth, jaxpr, None))
     for eqn in jaxpr.eqns:
-        found |= dict.fromkeys(eqn.outvars, depth)
-        inside = depth + 1 if loop_bodies(eqn) else depth
-        for body in bodies(eqn):
-            found |= _depths(body, inside)
+        found |= dict.fromkeys(eqn.outvars, (depth, jaxpr, eqn))
+        for body in inner(eqn):
+            found |= _variables(body, inner, depth + bool(loop_bodies(eqn)))
     return found
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
+from gshard._jax import clean_up_dead_vars, last_used
 from gshard.checking.collectives import RUN_TOGETHER, groups_of, run_collective, run_manual
 from gshard.checking.exact.number import Value, alike, at, chosen, floats, plain, stacked_once
 from gshard.checking.on_host import OnHost
@@ -125,7 +126,6 @@ class Lockstep:
         self.sizes = dict(sizes)
         self.count = math.prod(self.sizes.values())
         self.numbers = numbers
-        self._last: dict[Jaxpr, dict[Any, int]] = {}
 
     def finish(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
         """Run a program to its end: its results."""
@@ -145,34 +145,19 @@ class Lockstep:
         begins = [*map(constant, closed.consts), *args]
         yield Event(None, variables, begins, (), path, active=on)
         env: dict[Any, Value] = dict(zip(variables, begins, strict=True))
-        last = self._last_uses(jaxpr)
+        last = last_used(jaxpr)
 
         def read(atom: Any) -> Value:
             return constant(_literal(atom)) if isinstance(atom, Literal) else env[atom]
 
-        for number, eqn in enumerate(jaxpr.eqns):
+        for eqn in jaxpr.eqns:
             operands = [read(a) for a in eqn.invars]
             results = yield from self._equation(eqn, operands, on, path)
             entered = eqn.primitive in LOOPS or called(eqn) is not None
             yield Event(eqn, eqn.outvars, results, operands, path, entered, on)
-            env.update(zip(eqn.outvars, results, strict=True))
-            for atom in (*eqn.invars, *eqn.outvars):
-                if not isinstance(atom, Literal) and last.get(atom, -1) <= number:
-                    env.pop(atom, None)
+            env.update((v, x) for v, x in zip(eqn.outvars, results, strict=True) if v in last)
+            clean_up_dead_vars(eqn, env, last)
         return [read(a) for a in jaxpr.outvars]
-
-    def _last_uses(self, jaxpr: Jaxpr) -> dict[Any, int]:
-        """The number of the last equation that reads each variable."""
-        if jaxpr not in self._last:
-            last = {
-                a: number
-                for number, eqn in enumerate(jaxpr.eqns)
-                for a in eqn.invars
-                if not isinstance(a, Literal)
-            }
-            last |= {a: len(jaxpr.eqns) for a in jaxpr.outvars if not isinstance(a, Literal)}
-            self._last[jaxpr] = last
-        return self._last[jaxpr]
 
     def _equation(
         self, eqn: JaxprEqn, operands: list[Value], active: np.ndarray, path: Path

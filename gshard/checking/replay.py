@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from gshard.checking.collectives import RUN_TOGETHER, exchanged
 from gshard.checking.exact.number import Value, beside, floats, is_float, plain
@@ -20,6 +20,8 @@ from gshard.graph.reason import NO_REASON
 from gshard.graph.regions import walk
 from gshard.graph.source import reason_of, source_of
 from gshard.moving.available import Held
+
+Makers = Mapping[Any, JaxprEqn]  # of the variables of a program
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,22 +70,19 @@ class DeviceTile:
     __repr__ = __str__
 
 
-@dataclass(frozen=True, eq=False)
-class Origin:
-    """Where a value comes from: the equation that made it, and the origins of its operands."""
+def _history(eqn: JaxprEqn, makers: Makers, depth: int, indent: str = "") -> Iterator[str]:
+    """The operators that led to the results of an equation, the latest first."""
+    yield f"{indent}{_kinds(eqn.outvars)} = {eqn.primitive.name}  {source_of(eqn)}"
+    operands = [makers.get(a, a) for a in eqn.invars if not isinstance(a, Literal)]
+    for made in dict.fromkeys(operands) if depth > 1 else ():
+        if isinstance(made, JaxprEqn):
+            yield from _history(made, makers, depth - 1, indent + "  ")
+        else:
+            yield f"{indent}  {_kinds([made])} = argument  "
 
-    operator: str
-    source: str
-    kind: str
-    operands: tuple[Origin, ...] = ()
 
-    def lines(self, depth: int, indent: str = "") -> list[str]:
-        """The operators that led to a value, the latest first, `depth` of them deep."""
-        found = [f"{indent}{self.kind} = {self.operator}  {self.source}"]
-        if depth > 1:
-            for origin in dict.fromkeys(self.operands):
-                found += origin.lines(depth - 1, indent + "  ")
-        return found
+def _kinds(variables: Sequence[Any]) -> str:
+    return ", ".join(v.aval.str_short(short_dtypes=True) for v in variables)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,12 +103,13 @@ class ReplayStep:
     results: Sequence[DeviceTile]
     sent: dict[int, np.ndarray]
     received: dict[int, np.ndarray]
-    origin: Origin
+    eqn: JaxprEqn | None
+    makers: Makers
     found: str = ""  # what `until` found
 
     def history(self, depth: int = 6) -> str:
         """The operators that led to this step, the latest first, with their lines."""
-        return "\n".join(self.origin.lines(depth))
+        return "\n".join(_history(self.eqn, self.makers, depth)) if self.eqn else "argument"
 
     def __str__(self) -> str:
         where = "".join(f" run {n}" for n in self.runs)
@@ -164,7 +164,7 @@ class Replay(Iterator[ReplayStep]):
         self.results: Any = None
         self.ended = False  # at the end of the program, or where `until` said
         self._emitted, self._tree, self._machine, self._number = emitted, tree, machine, 0
-        self._origins: dict[Any, Origin] = {}
+        self._makers = {v: eqn for eqn in walk(emitted.body.jaxpr) for v in eqn.outvars}
         self._finite = Finite(machine.count, self._held_or_own)
         values = [floats(logical(x)) for x in (*emitted.consts, *arguments)]
         self._running = machine.run(emitted.body, emitted.entering(values))
@@ -200,34 +200,18 @@ class Replay(Iterator[ReplayStep]):
     def _step(self, event: Event) -> ReplayStep | None:
         """The step that an event is, on this device or, for "nan", on the one where it happens."""
         odd = self._finite.look(event) if self.until == "nan" else None
-        origin = self._remember(event)
         if (event.eqn is None or event.ends) and not odd:
             return None
         self._number += 1
         device, found = odd or (self.device, "")
         if not event.active[device]:
             return None  # this device took another branch
-        step = self._of(event, device, origin, found)
+        step = self._of(event, device, found)
         line = isinstance(self.until, str) and self.until != "nan" and _at(step.source, self.until)
         self.ended = bool(odd or line or (callable(self.until) and self.until(step)))
         return step
 
-    def _remember(self, event: Event) -> Origin:
-        """Where the results of an event come from; the arguments of a body, from its caller."""
-        eqn = event.eqn
-        if eqn is None:
-            for var in event.variables:
-                kind = var.aval.str_short(short_dtypes=True)
-                self._origins.setdefault(var, Origin("argument", "", kind))
-            return Origin("argument", "", "")
-        known = (self._origins.get(a) for a in eqn.invars if not isinstance(a, Literal))
-        before = tuple(origin for origin in known if origin)
-        kinds = [v.aval.str_short(short_dtypes=True) for v in eqn.outvars]
-        origin = Origin(eqn.primitive.name, source_of(eqn), ", ".join(kinds), before)
-        self._origins |= dict.fromkeys(eqn.outvars, origin)
-        return origin
-
-    def _of(self, event: Event, device: int, origin: Origin, found: str) -> ReplayStep:
+    def _of(self, event: Event, device: int, found: str) -> ReplayStep:
         eqn = event.eqn
         why = NO_REASON if eqn is None else reason_of(eqn)
         sent: dict[int, np.ndarray] = {}
@@ -236,9 +220,10 @@ class Replay(Iterator[ReplayStep]):
             sent, received = exchanged(eqn, plain(event.operands[0]), device, self._machine.sizes)
         operands = self._pieces(eqn.invars if eqn else (), event.operands, device)
         results = self._pieces(event.variables, event.values, device)
-        of = (self._number, origin.operator, origin.source, "" if why == NO_REASON else str(why))
+        name, source = ("argument", "") if eqn is None else (eqn.primitive.name, source_of(eqn))
+        of = (self._number, name, source, "" if why == NO_REASON else str(why))
         pieces = (operands, results, sent, received)
-        return ReplayStep(*of, device, runs_of(event.path), *pieces, origin, found)
+        return ReplayStep(*of, device, runs_of(event.path), *pieces, eqn, self._makers, found)
 
     def _pieces(
         self, atoms: Sequence[Any], values: Sequence[Value], device: int

@@ -87,8 +87,9 @@ class Covered:
 class Report:
     """Whether every value that the devices have is that of the user's program.
 
-    `differences` are in the order in which devices compute. What follows from a difference is
-    counted in `not_compared`, with the values that exist in only one of the programs, by reason.
+    `differences` are in the order in which devices compute. From each of them on, the check goes on
+    with the right value, so that none follows from an earlier one. `not_compared` counts the values
+    that exist in only one of the programs, by reason.
     `near_ties` counts decisions by floats that rounding could change, for which another point was
     drawn. Where sizes were reduced, `sizes` has them, and `same_plan` says whether the program for
     these sends the same collectives, at the same lines.

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.checking.exact import field
+from gshard.checking.exact.moving import written
 from gshard.checking.exact.number import (
     UNKNOWN,
     Exact,
     Value,
     at,
     beside,
-    by_parts,
     chosen,
     different,
     is_float,
@@ -27,7 +26,7 @@ from gshard.checking.exact.number import (
     spread,
 )
 from gshard.checking.exact.operators import summed_in
-from gshard.checking.exact.pointwise import bits_of
+from gshard.checking.exact.pointwise import add, bits_of, minus
 from gshard.moving.partial import reducing_groups
 from gshard.tensors.keys import is_key
 from gshard.tensors.sharding import Sharding
@@ -222,21 +221,18 @@ def _apart(got: np.ndarray, wanted: np.ndarray, dtype: Any) -> np.ndarray:
     return ~(same | (np.abs(got - wanted) <= limit))
 
 
-def adopted(got: Value, wanted: Value, tiling: Tiling, proved: bool) -> Value:
-    """A value that is right, taken to be what it should be: one array of both programs."""
-    if not tiling.sharding.unreduced and (tiling.sharding.manual or tiling.is_even):
-        return wanted if tiling.sharding.manual else tiling.cut(wanted)
-    if proved:
+def adopted(got: Value, wanted: Value, tiling: Tiling, gap: Gap) -> Value:
+    """What devices have, taken to be what it should be: one array of both programs where that is
+    possible. So nothing differs because something before it does."""
+    sharding = tiling.sharding
+    right = wanted if sharding.manual else tiling.cut(wanted)
+    if not sharding.unreduced and (sharding.manual or tiling.is_even):
+        return right
+    if gap.proved and not gap.elements:
         return got
-    manual = tiling.sharding.manual
-    own, right = (spread(x, tiling.count) for x in (got, wanted if manual else tiling.cut(wanted)))
-    if manual or not tiling.sharding.unreduced:
-        return replace(own, r=right.r, e=right.e)
+    if not sharding.unreduced:
+        return chosen(tiling.real, right, got)
     total, first = tiling.reduced(got)
-
-    def mended(part: np.ndarray, sums: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        part = np.array(part)
-        part[first] = field.sub(wanted[first], field.sub(sums, part[first]))
-        return part
-
-    return replace(own, **by_parts(mended, own, total, right))
+    own, right = (spread(x, tiling.count) for x in (got, right))
+    missing = minus(None, at(right, first), total)
+    return written(None, own, first, add(None, at(own, first), missing))

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from gshard._jax import prng_impl, ragged_dot_dense, without_mesh
 from gshard.checking.exact.number import is_float
-from gshard.checking.exact.operators import limit
 from gshard.checking.on_host import signature
 from gshard.graph.windows import convolution, window_places, window_sum
 
@@ -21,18 +21,11 @@ Params = dict[str, Any]
 Operator = Callable[..., Any]
 
 
-def _pooled(reduce: Operator, sign: int) -> Operator:
-    def pooled(q: Params, x: jax.Array) -> jax.Array:
-        return reduce(jnp.stack(window_places(q, x, limit(sign)(x.dtype))), 0)
-
-    return pooled
-
-
 def _best(q: Params, x: jax.Array) -> jax.Array:
     """For each window, the number of its first largest or smallest element among all of `x`; -1 for
     a window that has none."""
     largest = q["select_prim"].name in ("ge", "gt")
-    places = jnp.stack(window_places(q, x, limit(-1 if largest else 1)(x.dtype)))
+    places = jnp.stack(window_places(q, x, -np.inf if largest else np.inf))
     numbers = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
     among = jnp.stack(window_places(q, numbers, -1))
     first = (jnp.argmax if largest else jnp.argmin)(places, 0)
@@ -104,6 +97,30 @@ def _tridiagonal_solve(
     return jnp.moveaxis(x, 0, -2)
 
 
+def _power(q: Params, x: jax.Array) -> jax.Array:
+    """By squares, as JAX does it."""
+    y, found = abs(q["y"]), jnp.ones_like(x)
+    while y:
+        found, x, y = found * x if y % 2 else found, x * x if y > 1 else x, y // 2
+    return found if q["y"] >= 0 else 1 / found
+
+
+def _scatter_apply(q: Params, x: jax.Array, indices: jax.Array, new: jax.Array) -> jax.Array:
+    """A function of elements, of each as often as an index names it."""
+    combine: Any = jaxpr_as_fun(ClosedJaxpr(q["update_jaxpr"], q["update_consts"]))
+    for _ in x.shape:
+        combine = jax.vmap(combine, (0, None))
+    how = {k: v for k, v in q.items() if k not in ("update_jaxpr", "update_consts")}
+    zeros, ones = jnp.zeros(x.shape, jnp.int32), jnp.ones(new.shape, jnp.int32)
+
+    def again(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        left, x = state
+        return left - 1, jnp.where(left > 0, combine(x, jnp.zeros((), x.dtype))[0], x)
+
+    times = lax.scatter_add(zeros, indices, ones, **how)
+    return lax.while_loop(lambda state: (state[0] > 0).any(), again, (times, x))[1]
+
+
 def _cumulative(combine: Operator) -> Operator:
     return lambda q, x: lax.associative_scan(combine, x, reverse=q["reverse"], axis=q["axis"])
 
@@ -131,10 +148,11 @@ _RANDOM = {
 MEANINGS: dict[str, Operator] = {
     "conv_general_dilated": convolution,
     "reduce": _reduce,
+    "scatter": _scatter_apply,
     "reduce_window": _reduce_window,
     "reduce_window_sum": window_sum,
-    "reduce_window_max": _pooled(jnp.max, -1),
-    "reduce_window_min": _pooled(jnp.min, 1),
+    "reduce_window_max": lambda q, x: jnp.stack(window_places(q, x, -np.inf)).max(0),
+    "reduce_window_min": lambda q, x: jnp.stack(window_places(q, x, np.inf)).min(0),
     "select_and_scatter_add": _select_and_scatter_add,
     "select_and_gather_add": _select_and_gather_add,
     "tridiagonal_solve": _tridiagonal_solve,
@@ -142,6 +160,9 @@ MEANINGS: dict[str, Operator] = {
     "cumprod": _cumulative(lax.mul),
     "cummax": _cumulative(lax.max),
     "cummin": _cumulative(lax.min),
+    "integer_pow": _power,
+    "square": lambda q, x: x * x,
+    "rem": lambda q, a, b: a - b * jnp.trunc(a / b),
     "expm1": lambda q, x: lax.sub(lax.exp(x), jnp.ones_like(x)),
     "log1p": lambda q, x: lax.log(lax.add(x, jnp.ones_like(x))),
     **{name: _random(draw) for name, draw in _RANDOM.items()},
@@ -155,6 +176,8 @@ def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
     meaning = MEANINGS.get(name)
     if name in _RANDOM:
         known = prng_impl(eqn.invars[0].aval.dtype).name == "threefry2x32"
+    elif name == "scatter":
+        known = eqn.params["update_jaxpr"] is not None
     else:  # JAX can do that to integers
         known = any(is_float(v.aval.dtype) for v in eqn.outvars)
     if meaning is None or not known:

@@ -145,7 +145,7 @@ def _slice_at(eqn: JaxprEqn, a: Value, *starts: np.ndarray) -> Value:
 def _update_at(eqn: JaxprEqn, a: Value, new: Value, *starts: np.ndarray) -> Value:
     index = _window(eqn, eqn.invars[1].aval.shape, starts)
     a, new, *_ = alike([a, new, *starts])
-    return _written(eqn, a, index, new)
+    return written(eqn, a, index, new)
 
 
 def _numbered(shape: Sequence[int], start: int = 0) -> np.ndarray:
@@ -217,7 +217,7 @@ def _scatter(eqn: JaxprEqn, a: Value, indices: np.ndarray, updates: Value) -> Va
     return _written_at(eqn, a, updates, places, put)
 
 
-def _written(eqn: JaxprEqn, a: Value, where: Any, new: Value) -> Value:
+def written(eqn: JaxprEqn | None, a: Value, where: Any, new: Value) -> Value:
     """The last of several updates of an element stays."""
 
     def put(both: Sequence[np.ndarray]) -> np.ndarray:
@@ -229,11 +229,15 @@ def _written(eqn: JaxprEqn, a: Value, where: Any, new: Value) -> Value:
 
 
 def _added(eqn: JaxprEqn, flat: Exact, where: np.ndarray, new: Exact) -> Exact:
-    sums = np.array(flat.f)
-    np.add.at(sums, where, new.f)
     bits = min(flat.sum_bits, new.sum_bits, bits_of(eqn.outvars[0].aval.dtype))
-    parts = by_parts(lambda into, part: field.add_at(into, where, part), flat, new)
-    return exact(sums, flat, new, **parts, sum_bits=bits)
+
+    def added(half: np.ndarray) -> np.ndarray:
+        sums = np.zeros(flat.shape, half.dtype)
+        np.add.at(sums, where, half)
+        return sums
+
+    sums = by_parts(lambda old, part: field.add(old, field.by_halves(added, part)), flat, new)
+    return exact(flat.f + added(new.f), flat, new, **sums, sum_bits=bits)
 
 
 def _combined(combine: Callable[[Value, Value], Value]) -> Callable[..., Value]:
@@ -243,7 +247,7 @@ def _combined(combine: Callable[[Value, Value], Value]) -> Callable[..., Value]:
         while where.size:
             _, first = np.unique(where, return_index=True)
             rows = where[first]
-            flat = _written(eqn, flat, rows, combine(at(flat, rows), at(new, first)))
+            flat = written(eqn, flat, rows, combine(at(flat, rows), at(new, first)))
             left = np.setdiff1d(np.arange(where.size), first)
             where, new = where[left], at(new, left)
         return flat
@@ -252,7 +256,7 @@ def _combined(combine: Callable[[Value, Value], Value]) -> Callable[..., Value]:
 
 
 _PUT: dict[str, Callable[..., Value]] = {
-    "scatter": _written, "scatter_add": _added, "scatter_in_order": _added,
+    "scatter": written, "scatter_add": _added, "scatter_in_order": _added,
     "scatter_sub": lambda eqn, a, i, new: _added(eqn, a, i, neg(eqn, new)),
     "scatter_mul": _combined(lambda a, b: mul(None, a, b)),
     "scatter_max": _combined(larger), "scatter_min": _combined(smaller),
@@ -300,7 +304,7 @@ def _top_k(eqn: JaxprEqn, a: Value) -> list[Value]:
     return [_taken(a, order, axis), order.astype(np.int32)]
 
 
-MOVING: dict[str, Callable[..., Any]] = {
+OF_ANY: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _view(_reshape)),
     "transpose": _view(lambda eqn, a: _reordered(a, eqn.params["permutation"])),
     "rev": _view(lambda eqn, a: np.flip(a, tuple(1 + d for d in eqn.params["dimensions"]))),

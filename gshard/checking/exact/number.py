@@ -135,8 +135,8 @@ def moved(move: Move, value: Value) -> Value:
     """A value whose elements are moved: `move` leaves dims at the end as they are."""
     if not isinstance(value, Exact):
         return move(value)
-    e = None if value.e is None else move(value.e)
-    return replace(value, f=move(value.f), r=move(value.r), e=e)
+    f, r, *e = field.on_each(move, _parts(value))
+    return replace(value, f=f, r=r, e=e[0] if e else None)
 
 
 def at(value: Value, index: Any) -> Value:
@@ -155,12 +155,12 @@ def joined(join: Callable[[Sequence[np.ndarray]], np.ndarray], values: Sequence[
     if first is None:
         return join(values)
     values = [v if isinstance(v, Exact) else _as_bits(v, first) for v in values]
-    e = join([exponents(v) for v in values]) if any(v.e is not None for v in values) else None
-    return Exact(
-        join([v.f for v in values]), join([v.r for v in values]), e,
-        any(v.is_max for v in values), min(v.sum_bits for v in values),
-        max(v.degree for v in values), first.bits,
-    )  # fmt: skip
+    parts = [[v.f for v in values], [v.r for v in values]]
+    parts += [[exponents(v) for v in values]] if any(v.e is not None for v in values) else []
+    f, r, *e = field.on_each(join, parts)
+    is_max, bits = any(v.is_max for v in values), min(v.sum_bits for v in values)
+    degree = max(v.degree for v in values)
+    return Exact(f, r, e[0] if e else None, is_max, bits, degree, first.bits)
 
 
 def _as_bits(value: np.ndarray, like: Exact) -> Exact:

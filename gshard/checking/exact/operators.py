@@ -12,8 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from gshard.checking.exact import field
-from gshard.checking.exact.moving import MOVING, OF_FLOATS
+from gshard.checking.exact import field, moving, pointwise
 from gshard.checking.exact.number import (
     UNKNOWN,
     Exact,
@@ -36,8 +35,6 @@ from gshard.checking.exact.number import (
 )
 from gshard.checking.exact.pointwise import (
     KEEPS_BITS,
-    OF_ANY,
-    POINTWISE,
     aligned,
     bits_of,
     converted,
@@ -60,75 +57,43 @@ _SOLVERS = (
 )  # fmt: skip
 
 
-def _threefry(*operands: np.ndarray) -> list[np.ndarray]:
-    """The generator of random bits (Salmon et al., 2011)."""
-    k0, k1, x0, x1 = operands
-    keys = [k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA), k0]
-    x0, x1 = x0 + k0, x1 + k1
-    for turn in range(5):
-        for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[turn % 2]:
-            x0 = x0 + x1
-            x1 = x0 ^ ((x1 << np.uint32(bits)) | (x1 >> np.uint32(32 - bits)))
-        x0, x1 = x0 + keys[turn % 3], x1 + keys[(turn + 1) % 3] + np.uint32(turn + 1)
-    return [x0, x1]
-
-
-# JAX's functions on integers, without a compilation.
-_UFUNCS: dict[str, Callable[..., Any]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal, "convert_element_type": np.asarray,
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-}  # fmt: skip
-_QUICK: dict[str, Callable[..., list[np.ndarray]]] = {
-    "threefry2x32": _threefry,
-    **{name: lambda *xs, fn=fn: [fn(*xs)] for name, fn in _UFUNCS.items()},
-}
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print", "mark")
 
 
 def local(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[Value]:
     """The results of an equation that sends nothing."""
     name = eqn.primitive.name
-    if name in _ON_ELEMENTS and name not in KEEPS_BITS:
+    on_elements = name in _ON_ELEMENTS
+    if on_elements and name not in KEEPS_BITS:
         pairs = zip(operands, eqn.invars, strict=True)
         operands = [integers(x, a.aval.dtype) if getattr(x, "bits", None) else x for x, a in pairs]
-    wide = aligned(eqn, operands) if name in _ON_ELEMENTS else operands
-    run = lambda: _local(eqn, operands, wide, active)  # noqa: E731
-    return operator_once(eqn, wide, name in _ON_ELEMENTS, run)
+    wide = aligned(eqn, operands) if on_elements else operands
+    return operator_once(eqn, wide, on_elements, lambda: _local(eqn, operands, wide, active))
 
 
 def _local(
     eqn: JaxprEqn, operands: Sequence[Value], wide: Sequence[Value], active: np.ndarray
 ) -> list[Value]:
-    name = eqn.primitive.name
-    if operator := _OF_ANY.get(name):
-        return _listed(operator(eqn, *wide))
-    with_floats = any(isinstance(x, Exact) for x in operands)
-    if not with_floats and not any(is_float(v.aval.dtype) for v in eqn.outvars):
+    name, of_floats = eqn.primitive.name, any(isinstance(x, Exact) for x in operands)
+    integers_alone = not of_floats and not any(is_float(v.aval.dtype) for v in eqn.outvars)
+    operator = _OF_ANY.get(name) or (None if integers_alone else _OF_FLOATS.get(name))
+    if operator is not None:
+        made = operator(eqn, *wide)
+        return made if isinstance(made, list) else [made]
+    if integers_alone:
         return _of_integers(eqn, operands, active)
-    if operator := _OF_FLOATS.get(name):
-        return _listed(operator(eqn, *wide))
     if name in _CALLBACKS:
         return [_hash_of_all(eqn, operands, n, ()) for n in range(len(eqn.outvars))]
     if name in _SOLVERS:
         return _solved(eqn, operands)
-    if name in ON_ELEMENTS and with_floats:
+    if name in ON_ELEMENTS and of_floats:
         return [opaque(eqn, *wide)]
     made = _run(eqn, operands, active)
-    return [_doubtful(x, n, eqn) for n, x in enumerate(made)] if with_floats else made
-
-
-def _listed(made: Any) -> list[Value]:
-    return made if isinstance(made, list) else [made]
+    return [_doubtful(x, n, eqn) for n, x in enumerate(made)] if of_floats else made
 
 
 def _of_integers(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[Value]:
     """Integers are themselves: JAX's own operator, on all devices at once if that is possible."""
-    if function := _QUICK.get(eqn.primitive.name):
-        pairs = zip(function(*aligned(eqn, operands)), eqn.outvars, strict=True)
-        return [np.asarray(x).astype(v.aval.dtype) for x, v in pairs]
     of_keys = any(is_key_type(a.aval.dtype) for a in (*eqn.invars, *eqn.outvars))
     if eqn.effects or of_keys or eqn.primitive is lookup_p:
         return on_host.on_each(eqn, operands, active)
@@ -146,8 +111,7 @@ def _doubtful(made: Value, number: int, eqn: JaxprEqn) -> Value:
     """A result of which the floats alone are known, in the type of the program."""
     if not isinstance(made, Exact):
         return made
-    numbers = np.arange(made.r[0].size, dtype=np.uint64).reshape(made.r[0].shape)
-    r = field.hashed(field.key_of(eqn.primitive.name, number, id(eqn)), numbers)
+    r = _hashes(made.shape[1:], eqn.primitive.name, number, id(eqn)).r
     parts = by_parts(lambda part: np.broadcast_to(r, made.shape), made)
     return Exact(made.f, **parts, sum_bits=UNKNOWN)
 
@@ -270,10 +234,6 @@ def _axes(eqn: JaxprEqn) -> tuple[int, ...]:
     return tuple(1 + d for d in eqn.params.get("axes", (eqn.params.get("axis"),)))
 
 
-def _reduce_sum(eqn: JaxprEqn, a: Value) -> Value:
-    return narrowed(eqn, summed(a, _axes(eqn)))
-
-
 def folded(combine: Combine, a: Value, axis: int) -> Value:
     """All elements along an axis combined, in a tree."""
     while plain(a).shape[axis] > 1:
@@ -287,29 +247,17 @@ def folded(combine: Combine, a: Value, axis: int) -> Value:
     return moved(lambda x: x.squeeze(axis), a)
 
 
-def _reduced(combine: Combine, start: Callable[[Any], Any]) -> Callable[..., Value]:
-    def operator(eqn: JaxprEqn, a: Value) -> Value:
-        if 0 in [plain(a).shape[d] for d in _axes(eqn)]:
-            aval = eqn.outvars[0].aval
-            return constant(np.full(aval.shape, start(aval.dtype), aval.dtype))
+def _reduced(combine: Combine, start: Any) -> Callable[..., Value]:
+    """A reduction of floats; of none, it is `start`."""
+
+    def operator(eqn: JaxprEqn, a: Exact) -> Value:
+        if 0 in [a.shape[d] for d in _axes(eqn)]:
+            return constant(np.full(eqn.outvars[0].aval.shape, start, eqn.outvars[0].aval.dtype))
         for axis in sorted(_axes(eqn), reverse=True):
             a = folded(combine, a, axis)
         return a
 
     return operator
-
-
-def limit(sign: int) -> Callable[[Any], Any]:
-    """The largest number of a type, or the smallest."""
-
-    def of_type(dtype: Any) -> Any:
-        if is_float(dtype):
-            return sign * np.inf
-        if dtype.kind == "b":
-            return sign > 0
-        return np.iinfo(dtype).max if sign > 0 else np.iinfo(dtype).min
-
-    return of_type
 
 
 def _arg(combine: Combine) -> Callable[..., np.ndarray]:
@@ -326,7 +274,8 @@ def _arg(combine: Combine) -> Callable[..., np.ndarray]:
 def _cumsum(eqn: JaxprEqn, a: Exact) -> Value:
     axis = 1 + eqn.params["axis"]
     flip: Move = (lambda x: np.flip(x, axis)) if eqn.params["reverse"] else (lambda x: x)
-    parts = by_parts(lambda part: flip(field.running_total(flip(part), axis)), a)
+    cumulated: Move = lambda half: half.cumsum(axis, dtype=np.uint64)  # noqa: E731
+    parts = by_parts(lambda part: flip(field.by_halves(cumulated, flip(part))), a)
     return narrowed(eqn, exact(flip(np.cumsum(flip(a.f), axis)), a, **parts))
 
 
@@ -336,13 +285,11 @@ def _dot_general(eqn: JaxprEqn, a: Value, b: Value) -> Value:
     wide = np.dtype(np.complex128 if is_complex else np.float64)
     a, b = alike([converted(x, wide) for x in (a, b)])
     contracted, batch = eqn.params["dimension_numbers"]
-    sides, free = [], []
-    for x, own, shared, last in (
-        (a, contracted[0], batch[0], True),
-        (b, contracted[1], batch[1], False),
-    ):
+    sides: list[Exact] = []
+    free: list[int] = []
+    for x, own, shared in zip((a, b), contracted, batch, strict=True):
         rest = [d for d in range(x.ndim - 1) if d not in own and d not in shared]
-        groups = [shared, rest, own] if last else [shared, own, rest]
+        groups = [shared, own, rest] if sides else [shared, rest, own]
         order = [0, *(1 + d for group in groups for d in group)]
         sizes = [[x.shape[1 + d] for d in group] for group in groups]
         matrix = (x.shape[0], *sizes[0], math.prod(sizes[1]), math.prod(sizes[2]))
@@ -355,15 +302,15 @@ def _dot_general(eqn: JaxprEqn, a: Value, b: Value) -> Value:
     return narrowed(eqn, exact(f, a, b, **parts, degree=a.degree + b.degree))
 
 
-SUMS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("reduce_sum", "leaf_sum", "tree_sum"), _reduce_sum), "cumsum": _cumsum,
-    **dict.fromkeys(("dot_general", "leaf_dot"), _dot_general),
-    "reduce_prod": _reduced(lambda a, b: mul(None, a, b), lambda dtype: 1),
-    "reduce_max": _reduced(larger, limit(-1)), "reduce_min": _reduced(smaller, limit(1)),
-    "argmax": _arg(larger), "argmin": _arg(smaller),
-}  # fmt: skip
-_ON_ELEMENTS = {*ON_ELEMENTS, *POINTWISE, "select_n"}
-_OF_ANY: dict[str, Callable[..., Any]] = {**OF_ANY, **MOVING}
+_ON_ELEMENTS = {*ON_ELEMENTS, "add_any", "bitcast_convert_type"}
+_OF_ANY = {**pointwise.OF_ANY, **moving.OF_ANY}
 _OF_FLOATS: dict[str, Callable[..., Any]] = {
-    **POINTWISE, **OF_FLOATS, **SUMS, "fft": _fourier, "triangular_solve": _triangular_solve,
+    **pointwise.OF_FLOATS, **moving.OF_FLOATS, "cumsum": _cumsum, "fft": _fourier,
+    **dict.fromkeys(
+        ("reduce_sum", "leaf_sum", "tree_sum"), lambda eqn, a: narrowed(eqn, summed(a, _axes(eqn)))
+    ),
+    **dict.fromkeys(("dot_general", "leaf_dot"), _dot_general),
+    "reduce_prod": _reduced(lambda a, b: mul(None, a, b), 1), "argmax": _arg(larger),
+    "reduce_max": _reduced(larger, -np.inf), "reduce_min": _reduced(smaller, np.inf),
+    "argmin": _arg(smaller), "triangular_solve": _triangular_solve,
 }  # fmt: skip

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
-from scipy import special
 
 from gshard.checking.exact import field
 from gshard.checking.exact.number import (
@@ -34,6 +34,8 @@ from gshard.checking.exact.number import (
     plain,
     times,
 )
+from gshard.checking.on_host import on_host
+from gshard.graph.evaluate import bind
 
 Operator = Callable[..., Value]
 _TIE = 1e-11  # floats that are closer, relatively, may be ordered otherwise after rounding
@@ -53,11 +55,13 @@ def bits_of(dtype: Any) -> int:
 # ------------------------------------------------------------------------ the ring
 
 
-def _ring(on_floats: Any, degree: Callable[..., float], in_field: Any, *first: Any) -> Operator:
-    """An operator that the field has."""
+def _ring(on_numpy: Any, degree: Callable[..., float], in_field: Any, *first: Any) -> Operator:
+    """An operator that the field has; on integers, NumPy's."""
 
-    def operator(eqn: JaxprEqn | None, *xs: Exact) -> Exact:
-        f = on_floats(*(x.f for x in xs))
+    def operator(eqn: JaxprEqn | None, *xs: Value) -> Value:
+        f = on_numpy(*map(plain, xs))
+        if not isinstance(xs[0], Exact):
+            return f
         return exact(f, *xs, **in_field(*first, *xs), degree=degree(x.degree for x in xs))
 
     return operator
@@ -75,67 +79,50 @@ add = _ring(np.add, max, by_parts, field.add)
 mul = _ring(np.multiply, sum, times, field.mul)
 _div = _ring(np.divide, sum, _over)
 neg = _ring(np.negative, max, by_parts, field.neg)
-_minus = _ring(np.subtract, max, by_parts, field.sub)
+minus = _ring(np.subtract, max, by_parts, field.sub)
 
 
-def sub(eqn: JaxprEqn | None, a: Exact, b: Exact) -> Exact:
+def _sub(eqn: JaxprEqn, a: Value, b: Value) -> Value:
     """The difference; from a maximum, of the exponents too."""
-    made = _minus(eqn, a, b)
-    if (a.is_max or b.is_max) and not a.is_complex:
-        return replace(made, e=field.sub_exponents(exponents(a), exponents(b)))
-    return made
-
-
-def _rem(eqn: JaxprEqn, a: Exact, b: Exact) -> Exact:
-    return _minus(eqn, a, mul(eqn, b, of_array(np.trunc(_div(eqn, a, b).f))))
-
-
-def _integer_pow(eqn: JaxprEqn, a: Exact) -> Exact:
-    power, found = eqn.params.get("y", 2), a
-    ones = of_array(np.ones((1,) * a.ndim, a.dtype))
-    for bit in bin(abs(power))[3:]:
-        found = mul(eqn, found, found)
-        found = mul(eqn, found, a) if bit == "1" else found
-    return found if power > 0 else _div(eqn, ones, found) if power else mul(eqn, ones, ones)
-
-
-# ------------------------------------------------------------------------ functions
+    made = minus(eqn, a, b)
+    if not isinstance(a, Exact) or a.is_complex or not (a.is_max or b.is_max):
+        return made
+    return replace(made, e=field.sub_exponents(exponents(a), exponents(b)))
 
 
 def _exp(eqn: JaxprEqn, a: Exact) -> Exact:
     if a.is_complex:
-        return unknown("exp", np.exp)(eqn, a)
+        return opaque(eqn, a)
     f = np.exp(a.f)
     r = on_distinct(field.root_to, exponents(a))
     r = np.where(f == 0, field.u64(0), r)  # far below what any type has
     return exact(f, a, r=r, degree=1.0)
 
 
-def unknown(name: str, fn: Callable[..., np.ndarray] | None = None) -> Operator:
-    """An unknown function of its operands: a hash of them; floats of `fn`, if known."""
-
-    def operator(eqn: JaxprEqn, *operands: Value) -> Value:
-        of = [x.one if isinstance(x, Exact) else field.of_integers(x) for x in operands]
-        is_complex = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating)
-        keys = [field.key_of(name, part) for part in range(1 + is_complex)]
-        if len(of) == 1:
-            made = [on_distinct(functools.partial(field.hashed, k), of[0]) for k in keys]
-        else:
-            made = [field.hashed(k, *of) for k in keys]
-        any_float = made[0].astype(np.complex128 if is_complex else np.float64) / 2.0**61
-        f = any_float if fn is None else np.asarray(fn(*map(plain, operands)))
-        if np.isnan(f).any():  # as of log(-1): a number like others, so that all are compared
-            known = [np.isnan(x.f) for x in operands if isinstance(x, Exact)]
-            f = np.where(np.isnan(f) & ~functools.reduce(np.logical_or, known), any_float, f)
-        return exact(f, *operands, r=made[0], e=made[1] if is_complex else None, degree=1.0)
-
-    return operator
-
-
-def opaque(eqn: JaxprEqn, *operands: Value) -> Value:
-    """An unknown function on single elements, for each of its parameters."""
+def opaque(eqn: JaxprEqn, *operands: Value) -> Exact:
+    """An unknown function on single elements: a hash of them, and of its parameters. The floats are
+    those of JAX's own operator, in 64 bits."""
     kept = {k: v for k, v in eqn.params.items() if k != "sharding"}
-    return unknown(eqn.primitive.name + str(sorted(kept.items(), key=str)))(eqn, *operands)
+    name = eqn.primitive.name + str(sorted(kept.items(), key=str))
+    is_complex = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating)
+    keys = [field.key_of(name, part) for part in range(1 + is_complex)]
+    of = [x.one if isinstance(x, Exact) else field.of_integers(x) for x in operands]
+    xs = [plain(x) for x in operands]
+    if len(of) == 1:
+        made = [on_distinct(functools.partial(field.hashed, k), of[0]) for k in keys]
+        f = on_distinct(lambda x: _in_64_bits(eqn, x), xs[0])
+    else:
+        made, f = [field.hashed(k, *of) for k in keys], _in_64_bits(eqn, *np.broadcast_arrays(*xs))
+    if np.isnan(f).any():  # as of log(-1): a number like others, so that all are compared
+        any_float = made[0].astype(f.dtype) / 2.0**61
+        known = [np.isnan(x.f) for x in operands if isinstance(x, Exact)]
+        f = np.where(np.isnan(f) & ~functools.reduce(np.logical_or, known), any_float, f)
+    return exact(f, *operands, r=made[0], e=made[1] if is_complex else None, degree=1.0)
+
+
+def _in_64_bits(eqn: JaxprEqn, *xs: np.ndarray) -> np.ndarray:
+    with jax.enable_x64(True):
+        return on_host.on_all((eqn, "wide"), lambda *xs: list(bind(eqn, xs)), xs)[0]
 
 
 def _complex(eqn: JaxprEqn, a: Exact, b: Exact) -> Exact:
@@ -143,9 +130,14 @@ def _complex(eqn: JaxprEqn, a: Exact, b: Exact) -> Exact:
     return exact(a.f + 1j * b.f, a, b, r=r, e=e)
 
 
-def _conj(eqn: JaxprEqn, a: Exact) -> Exact:
-    a = converted(a, np.dtype(np.complex128))
-    return exact(np.conj(a.f), a, r=a.r, e=field.neg(a.e))
+def _part(fn: Move, parts: Callable[[Exact], dict[str, Any]]) -> Operator:
+    """A part of a complex number, or another complex number."""
+
+    def operator(eqn: JaxprEqn, a: Exact) -> Exact:
+        a = converted(a, np.dtype(np.complex128))
+        return exact(fn(a.f), a, **parts(a))
+
+    return operator
 
 
 # ------------------------------------------------------------------------ decisions
@@ -154,56 +146,49 @@ def _conj(eqn: JaxprEqn, a: Exact) -> Exact:
 def below(a: Value, b: Value) -> np.ndarray:
     """Whether a < b."""
     if not isinstance(a, Exact) or not isinstance(b, Exact):
-        return _whole(a, b) < _whole(b, a)
-    one, other = a.one, b.one
-    differs, apart = one != other, np.abs(a.f - b.f)
-    near = np.isfinite(apart) & (apart <= _TIE * (np.abs(a.f) + np.abs(b.f)))
-    if near.any():
-        Ties.count += int(np.count_nonzero(near & differs & (apart > 0)))
-    return np.where(near | (a.f == b.f), one < other, (a.f < b.f) & differs)
-
-
-def _whole(a: Value, other: Value) -> np.ndarray:
-    return integers(a, other.dtype) if isinstance(a, Exact) else a
+        return np.asarray(integers(a, b.dtype) < integers(b, a.dtype))
+    differs, apart = a.one != b.one, np.abs(a.f - b.f)
+    less, near = (a.f < b.f) & differs, apart <= _TIE * (np.abs(a.f) + np.abs(b.f))
+    if not near.any():
+        return less
+    near &= np.isfinite(apart)
+    Ties.count += int(np.count_nonzero(near & differs & (apart > 0)))
+    return np.where(near, a.one < b.one, less)
 
 
 def equal(a: Value, b: Value) -> np.ndarray:
     """Whether a == b."""
     if isinstance(a, Exact) and isinstance(b, Exact):
         return (a.one == b.one) & ~np.isnan(a.f)
-    return np.asarray(_whole(a, b) == _whole(b, a))
+    return np.asarray(integers(a, b.dtype) == integers(b, a.dtype))
 
 
 def _at_most(a: Value, b: Value) -> np.ndarray:
     return below(a, b) | equal(a, b)
 
 
-def larger(a: Value, b: Value) -> Value:
-    """The maximum; NaN if one is."""
-    return _extreme(np.maximum, below, a, b)
+def _extreme(fn: Any, loses: Callable[[Value, Value], np.ndarray]) -> Callable[..., Value]:
+    """The maximum, or the minimum; NaN if one is."""
+
+    def best(a: Value, b: Value) -> Value:
+        if not isinstance(a, Exact):  # as devices have them
+            return fn(a, b)
+        first = (~loses(a, b) & ~np.isnan(b.f)) | np.isnan(a.f)
+        return replace(chosen(first, a, b), is_max=True)
+
+    return best
 
 
-def smaller(a: Value, b: Value) -> Value:
-    """The minimum; NaN if one is."""
-    return _extreme(np.minimum, lambda x, y: below(y, x), a, b)
-
-
-def _extreme(fn: Any, loses: Callable[[Value, Value], np.ndarray], a: Value, b: Value) -> Value:
-    if not isinstance(a, Exact):  # as devices have them
-        return fn(a, b)
-    first = (~loses(a, b) & ~np.isnan(b.f)) | np.isnan(a.f)
-    return replace(chosen(first, a, b), is_max=True)
+larger = _extreme(np.maximum, below)
+smaller = _extreme(np.minimum, lambda a, b: below(b, a))
 
 
 def aligned(eqn: JaxprEqn, operands: Sequence[Value]) -> Sequence[Value]:
     """Operands with scalars in as many dims as the others."""
     rank = max((a.aval.ndim for a in eqn.invars), default=0)
+    widened: Move = lambda a: a.reshape(len(a), *(1,) * rank, *a.shape[1:])  # noqa: E731
     pairs = zip(operands, eqn.invars, strict=True)
-    return [x if a.aval.ndim == rank else _widened(x, rank) for x, a in pairs]
-
-
-def _widened(x: Value, rank: int) -> Value:
-    return moved(lambda a: a.reshape(len(a), *(1,) * rank, *a.shape[1:]), x)
+    return [x if a.aval.ndim == rank else moved(widened, x) for x, a in pairs]
 
 
 def _select(eqn: JaxprEqn, which: np.ndarray, *cases: Value) -> Value:
@@ -221,10 +206,6 @@ def rounded(a: Exact, fn: Move) -> np.ndarray:
     return np.where(is_whole, nearest, fn(a.f))
 
 
-def _decided(fn: Move) -> Operator:
-    return lambda eqn, a: of_array(rounded(a, fn))
-
-
 def _round(eqn: JaxprEqn, a: Exact) -> Exact:
     even = int(eqn.params["rounding_method"]) == 1
     return of_array(rounded(a, np.rint if even else lambda f: np.trunc(f + np.copysign(0.5, f))))
@@ -236,7 +217,7 @@ def _sign(eqn: JaxprEqn, a: Exact) -> Exact:
 
 def _abs(eqn: JaxprEqn, a: Exact) -> Exact:
     if a.is_complex:
-        return unknown("abs", np.abs)(eqn, a)
+        return opaque(eqn, a)
     return exact(np.abs(a.f), a, r=np.where(a.f < 0, field.neg(a.r), a.r))
 
 
@@ -246,10 +227,12 @@ def _abs(eqn: JaxprEqn, a: Exact) -> Exact:
 def converted(a: Value, dtype: Any) -> Value:
     """A value in another type: between floats nothing changes; the types in which sums are made
     are compared apart."""
+    if not is_float(dtype):
+        if not isinstance(a, Exact):
+            return a.astype(dtype)
+        return a.one != 0 if dtype == np.bool_ else _cast(rounded(a, np.trunc), dtype)
     if not isinstance(a, Exact):
         a = Exact(a.astype(np.float64), field.of_integers(a))
-    if not is_float(dtype):
-        return a.one != 0 if dtype == np.bool_ else _cast(rounded(a, np.trunc), dtype)
     is_complex = bool(jnp.issubdtype(dtype, jnp.complexfloating))
     if is_complex == a.is_complex:
         return a
@@ -280,25 +263,24 @@ def _bitcast(eqn: JaxprEqn, a: Value) -> Value:
     )
 
 
+def _threefry(eqn: JaxprEqn, *operands: np.ndarray) -> list[np.ndarray]:
+    """The generator of random bits (Salmon et al., 2011)."""
+    k0, k1, x0, x1 = aligned(eqn, operands)
+    keys = [k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA), k0]
+    x0, x1 = x0 + k0, x1 + k1
+    for turn in range(5):
+        for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[turn % 2]:
+            x0 = x0 + x1
+            x1 = x0 ^ ((x1 << np.uint32(bits)) | (x1 >> np.uint32(32 - bits)))
+        x0, x1 = x0 + keys[turn % 3], x1 + keys[(turn + 1) % 3] + np.uint32(turn + 1)
+    return [x0, x1]
+
+
 def _xor(eqn: JaxprEqn, a: Value, b: Value) -> Value:
     """Bits whose order is changed, and changed back, are still those of the same floats."""
-    return a if isinstance(a, Exact) else b
+    return a if isinstance(a, Exact) else b if isinstance(b, Exact) else a ^ b
 
 
-def _same(eqn: JaxprEqn, *operands: Value) -> Value:
-    return operands[0] if len(operands) == 1 else list(operands)
-
-
-_KNOWN: dict[str, Callable[..., Any]] = {
-    "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x), "cbrt": np.cbrt, "log": np.log, "log2": np.log2,
-    "exp2": np.exp2, "logistic": lambda x: 1 / (1 + np.exp(-x)),
-    "erf": special.erf, "erfc": special.erfc,
-    "erf_inv": special.erfinv, "lgamma": special.gammaln, "digamma": special.digamma,
-    "sinh": np.sinh, "cosh": np.cosh, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan,
-    "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh, "atan2": np.arctan2,
-    "pow": lambda x, y: np.power(x, y.astype(np.float64)), "nextafter": np.nextafter,
-}  # fmt: skip
 _IDENTITIES = (
     "copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "annotate", "device_put",
     "sharding_constraint", "reduce_precision", "stage", "pvary", "pin", "convert_layout", "pcast",
@@ -314,17 +296,19 @@ _COMPARE: dict[str, Callable[..., Any]] = {
 # What leaves the bits of floats the bits of floats.
 KEEPS_BITS = {*_IDENTITIES, *_COMPARE, "bitcast_convert_type", "xor", "select_n"}
 
-POINTWISE: dict[str, Operator] = {
-    **{name: unknown(name, fn) for name, fn in _KNOWN.items()},
+OF_ANY: dict[str, Callable[..., Any]] = {  # integers, too
+    **dict.fromkeys(_IDENTITIES, lambda eqn, *xs: list(xs)),
     **{name: lambda eqn, *xs, fn=fn: fn(*xs) for name, fn in _COMPARE.items()},
-    "add": add, "add_any": add, "sub": sub, "mul": mul, "div": _div, "rem": _rem, "neg": neg,
-    "integer_pow": _integer_pow, "square": _integer_pow, "exp": _exp, "complex": _complex,
-    "real": lambda eqn, a: exact(a.f.real, a, r=a.r), "conj": _conj,
-    "imag": lambda eqn, a: exact(a.f.imag, a, r=a.e), "sign": _sign, "abs": _abs,
-    "floor": _decided(np.floor), "ceil": _decided(np.ceil), "round": _round, "xor": _xor,
-    "is_finite": lambda eqn, a: np.isfinite(a.f),
+    "add": add, "add_any": add, "sub": _sub, "mul": mul, "neg": neg, "select_n": _select,
+    "and": lambda eqn, a, b: a & b, "or": lambda eqn, a, b: a | b, "not": lambda eqn, a: ~a,
+    "xor": _xor, "threefry2x32": _threefry,
     "convert_element_type": lambda eqn, a: converted(a, eqn.params["new_dtype"]),
-    "bitcast_convert_type": _bitcast,
 }  # fmt: skip
-# These are for integers, too.
-OF_ANY: dict[str, Operator] = {**dict.fromkeys(_IDENTITIES, _same), "select_n": _select}
+OF_FLOATS: dict[str, Operator] = {
+    "div": _div, "exp": _exp, "complex": _complex, "sign": _sign, "abs": _abs, "round": _round,
+    "real": _part(np.real, lambda a: {"r": a.r}), "imag": _part(np.imag, lambda a: {"r": a.e}),
+    "conj": _part(np.conj, lambda a: {"r": a.r, "e": field.neg(a.e)}),
+    "floor": lambda eqn, a: of_array(rounded(a, np.floor)),
+    "ceil": lambda eqn, a: of_array(rounded(a, np.ceil)),
+    "is_finite": lambda eqn, a: np.isfinite(a.f), "bitcast_convert_type": _bitcast,
+}  # fmt: skip

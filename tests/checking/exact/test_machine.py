@@ -41,6 +41,7 @@ MOVED = {
     "updates": lambda x, i: lax.dynamic_update_slice(x, x[:2, :2] * 2, (i[0], i[1], 0)),
     "written": lambda x, i: (x.at[i].set(9, mode="drop"), x.at[:, i].add(x[:, :2])),
     "repeated": lambda x, i: x.at[i * 0].add(2.0).at[i * 0].mul(3.0).at[i * 0].max(x[:2]),
+    "applied": lambda x, i: (x.at[i * 0].apply(lambda v: v * 2 + 1), i.at[i].apply(jnp.negative)),
     "sorted": lambda x, i: (jnp.sort(x, 0), lax.sort_key_val(x, x * 2, 1), lax.top_k(x, 2)[0]),
     "places": lambda x, i: (jnp.argmax(x, 1), jnp.argmin(x), jnp.argsort(-x, stable=True)),
     "chosen": lambda x, i: (jnp.where(x > 1, x, -x), jnp.clip(x, -2, 1), jnp.sign(x)),
@@ -148,3 +149,14 @@ def test_exponentials_of_differences_from_a_maximum():
     _, (one, other) = run(both, x)
     assert (one.r == other.r).all()
     assert (one.f != other.f).any()
+
+
+def test_floats_of_unknown_functions():
+    """They decide comparisons: of every function they are JAX's, in 64 bits."""
+    x = np.linspace(0.1, 0.9, 12, dtype=np.float32).reshape(3, 4)
+    functions = [lax.tanh, lax.lgamma, lax.erf_inv, lax.bessel_i0e, lambda x: lax.igamma(x, x + 1)]
+    for fn in functions:
+        closed = jax.make_jaxpr(fn)(x)
+        (got,) = Lockstep({"a": 1}, EXACT).finish(closed, [of_array(x[None])])
+        with jax.enable_x64(True):
+            np.testing.assert_allclose(got.f[0], fn(x.astype(np.float64)), rtol=1e-12)
