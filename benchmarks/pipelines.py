@@ -3,6 +3,7 @@
     python -m benchmarks.pipelines                 bubbles, bytes and memory; no accelerator needed
     python -m benchmarks.pipelines --processes 4   a stage in each process, over sockets: seconds
     python -m benchmarks.pipelines --gpu           one of 8 stages on a GPU, the others XLA's mock
+    ... --gpu --profile                            and what its kernels take, twice as long
     python -m benchmarks.pipelines --big           a 67B-A2B model on 64 H100s: a forecast
     python -m benchmarks.pipelines --auto          gshard.auto of a model that fits in stages only
     ... --out results.txt                          results in a file as well
@@ -15,7 +16,9 @@ pages that the system clears again may take longer than the step. Processes firs
 On a GPU, a stage of a Transformer of the paper's shapes, 36 layers in 8 stages, is timed and
 compared with a scan over as many layers, microbatch by microbatch, without a pipeline; layers are
 rematerialized in both, and the bubble is in neither time. What a device would send is what it
-receives (`benchmarks.gpu.many`).
+receives (`benchmarks.gpu.many`). Every row is printed when it is known; the three rows take
+`--seconds` at most. With `--profile` there is another row, since the first stage of `zb-h1` keeps
+nothing for W, and a profile of each, without XLA's CUDA graphs: it names no kernels inside of them.
 """
 
 from __future__ import annotations
@@ -52,14 +55,9 @@ from gshard.pipelining.schedules import NAMES, make
 SMALL = Size(L=8, B=32, S=32, M=64, N=4, F=256, V=256)
 DEEP = Size(L=32, B=8, S=4, M=128, N=4, F=512, V=256)
 SOCKETS = Size(L=8, B=64, S=64, M=1024, N=8, F=4096, V=256)
-PAPER = Size(L=36, B=128, S=1024, M=1024, N=16, F=8192, V=256)  # stage 0: 5 layers, no head
-LIMIT = 60  # seconds for a program on the GPU
-_GRAPHS = "--xla_gpu_enable_command_buffer="
-BUFFERS = {
-    "default": "",
-    "none": _GRAPHS,
-    "loops": f"{_GRAPHS}FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
-}  # what XLA puts into CUDA graphs
+PAPER = Size(L=36, B=128, S=1024, M=1024, N=16, F=8192, V=256)  # stages 0 to 3: 5 layers, no head
+LEAST = 45  # seconds on the GPU that are left to each of the programs after one
+PROFILED = "--xla_gpu_enable_command_buffer="  # no CUDA graphs
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 
 
@@ -225,11 +223,8 @@ def placed(lowered: gshard.Lowered, arguments: Any) -> Any:
     )
 
 
-def on_gpu(stages: int, schedule: str, out: str, buffers: str) -> None:
-    """Milliseconds of one stage of `stages`, or (0) of as many layers without a pipeline.
-
-    With no command `buffers` there is a profile: it names no kernels of CUDA graphs.
-    """
+def on_gpu(stages: int, stage: int, schedule: str, out: str, profiled: bool) -> None:
+    """Milliseconds of a `stage` of `stages`, or (0) of as many layers without a pipeline."""
     microbatches, begin = 16, time.perf_counter()
     if stages:  # before JAX looks for devices
         jax.config.update("jax_mock_gpu_topology", f"1x{stages}x1")
@@ -239,21 +234,22 @@ def on_gpu(stages: int, schedule: str, out: str, buffers: str) -> None:
     step = step_of(stages, microbatches, schedule, jax.checkpoint(of_block))
 
     def tell(line: str) -> None:
-        name = f"{stages} stages by {schedule}" if stages else "no pipeline"
-        name = name if buffers == "default" else f"{name} ({buffers} in command buffers)"
+        name = f"stage {stage} of {stages} by {schedule}" if stages else "no pipeline"
+        name = f"{name}, profiled" if profiled else name
         say(f"{name}, {time.perf_counter() - begin:.0f} s: {line}", out)
 
     with numbers_of({"numbers": "real"}):
-        lowered = gshard.jit(step, devices=jax.devices()[: max(stages, 1)]).lower(*arguments)
+        devices = np.roll(jax.devices()[: max(stages, 1)], stage)  # the first is no mock
+        lowered = gshard.jit(step, devices=[*devices]).lower(*arguments)
         tell("lowered")
         compiled = lowered.compile()
     tell("compiled")
     given = placed(lowered, arguments)
     jax.block_until_ready(given)
     tell("arguments are there")
-    found = seconds(compiled, given)
+    found = seconds(compiled, given, steps=9)
     tell(f"{1e3 * found:.1f} ms for {microbatches} microbatches, {peak_gb():.0f} GB")
-    if buffers != "none":
+    if not profiled:
         return
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -312,21 +308,22 @@ def say(line: str, out: str) -> None:
             print(line, file=file)
 
 
-def run_on_gpu(again: list[str], out: str) -> None:
-    """Each program in a process of its own, which may take `LIMIT` seconds.
+def run_on_gpu(again: list[str], out: str, limit: int, profiled: bool) -> None:
+    """Each program in a process of its own; together they take `limit` seconds at most.
 
     XLA divides autotuning among the devices of a program: it would wait for those that are mock.
     """
-    flags = " ".join((os.environ.get("XLA_FLAGS", ""), CUBLAS, ALONE))
-    cases = [(0, "1f1b"), (8, "1f1b"), (8, "zb-h1")]
-    for buffers, kinds in BUFFERS.items():
-        for stages, schedule in cases if buffers != "loops" else cases[1:]:
-            command = [*again, "--of", str(stages), "--schedule", schedule, "--out", out]
-            own = {**os.environ, "XLA_FLAGS": f"{flags} {kinds}"}
-            try:
-                subprocess.run([*command, "--buffers", buffers], check=True, timeout=LIMIT, env=own)
-            except subprocess.SubprocessError as error:
-                say(f"{stages} stages by {schedule}, {buffers}: {error}", out)
+    flags = " ".join((os.environ.get("XLA_FLAGS", ""), CUBLAS, ALONE, PROFILED * profiled))
+    cases = [(0, 0, "1f1b"), (8, 0, "1f1b"), (8, 0, "zb-h1"), (8, 3, "zb-h1")][: 3 + profiled]
+    own, end = {**os.environ, "XLA_FLAGS": flags}, time.monotonic() + limit
+    for later, (stages, stage, schedule) in zip(reversed(range(len(cases))), cases, strict=True):
+        which = ["--of", str(stages), str(stage), "--schedule", schedule, "--out", out]
+        command = [*again, *which, *["--profile"] * profiled]
+        try:
+            left = end - time.monotonic() - later * LEAST
+            subprocess.run(command, check=True, timeout=left, env=own)
+        except subprocess.SubprocessError as error:
+            say(f"stage {stage} of {stages} by {schedule}: {error}", out)
 
 
 def main() -> None:
@@ -338,18 +335,19 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="with --big: for one device, on CPU")
     parser.add_argument("--out", default="", help="a file to which results are added")
     parser.add_argument("--member", type=int, nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--of", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--of", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--schedule", default="zb-h1", help=argparse.SUPPRESS)
-    parser.add_argument("--buffers", choices=BUFFERS, default="default", help=argparse.SUPPRESS)
+    parser.add_argument("--profile", action="store_true", help="with --gpu: profiles as well")
+    parser.add_argument("--seconds", type=int, default=185, help="with --gpu: for all of them")
     parser.add_argument("--auto", action="store_true", help="gshard.auto with the stages open")
     chosen = parser.parse_args()
     again = [sys.executable, "-m", "benchmarks.pipelines"]
     if chosen.member:
         member(*chosen.member, chosen.processes, chosen.rows, chosen.out)
-    elif chosen.of is not None:
-        on_gpu(chosen.of, chosen.schedule, chosen.out, chosen.buffers)
+    elif chosen.of:
+        on_gpu(*chosen.of, chosen.schedule, chosen.out, chosen.profile)
     elif chosen.gpu:
-        run_on_gpu(again, chosen.out)
+        run_on_gpu(again, chosen.out, chosen.seconds, chosen.profile)
     elif chosen.auto:
         by_auto()
     elif chosen.big:

@@ -19,7 +19,7 @@ from gshard.graph.regions import with_calls_inlined
 from gshard.graph.source import here
 from gshard.pipelining import execution
 from gshard.pipelining.choice import Costs, chosen
-from gshard.pipelining.meaning import Bodies, Pipe, pipeline_p, run
+from gshard.pipelining.meaning import Pipe, pipeline_p, run
 from gshard.pipelining.passes import Passes, differentiated, floats, is_float, with_gradients
 from gshard.pipelining.schedules import EQUAL, Schedule, forward_only, make, parse
 from gshard.tensors.annotate import (
@@ -60,17 +60,17 @@ def pipeline(
     `microbatches="auto"` it is their number too that makes the step fastest within the memory of
     the device.
     """
-    runs, wrong, devices = list[_Run](), "", devices_of_trace()
+    runs, wrong = list[_Run](), ValueError()
     try:
-        for count in _counts(microbatches, _leading(x, "x", "batch"), devices):
+        for count in _counts(microbatches, _leading(x, "x", "batch"), devices_of_trace()):
             try:
                 run = _Run(block, weights, x, head, targets, count)
-                run.choose(_given(schedule, stages, count), stages, devices)
+                run.choose(_given(schedule, stages, count), stages)
                 runs.append(run)
             except ValueError as error:
-                wrong = str(error)
+                wrong = error
         if not runs:
-            raise ValueError(wrong)
+            raise wrong
     except ValueError as error:
         raise ValueError(f"{here()}: gshard.pipeline: {error}") from None
     best = min(runs, key=lambda run: run.rank)
@@ -98,12 +98,10 @@ def _given(schedule: str | Schedule, stages: int | str, microbatches: int) -> Sc
             f"stages={stages!r} with schedule={schedule!r}: allowed are a number, and 'auto' with "
             "schedule='auto'"
         )
-    if not isinstance(stages, str) and stages < 1:
-        raise ValueError(f"stages={stages}: at least 1 is allowed")
     if schedule == "auto" or isinstance(stages, str):
         return None
-    if isinstance(schedule, str):
-        is_table = "\n" in schedule.strip()
+    if not isinstance(schedule, Schedule):
+        is_table = "\n" in str(schedule).strip()
         schedule = parse(schedule) if is_table else make(schedule, stages, microbatches)
     if (schedule.stages, schedule.microbatches) != (stages, microbatches):
         raise ValueError(
@@ -117,8 +115,7 @@ class _Run:
     """A pipeline as a function of its flat operands, with a gradient of its own.
 
     `operands` are the head's closures, closures, weights, and types of inputs and targets; `block`
-    and `head` are programs of these. In stages where `gshard.jit` traces for several devices;
-    otherwise what it means.
+    and `head` are programs of these.
     """
 
     def __init__(
@@ -126,16 +123,12 @@ class _Run:
         targets: Tree, count: int,
     ):  # fmt: skip
         self.count, self.depth = count, _leading(weights, "weights", "layers")
-        parts = ((x, "x"), (targets, "targets"))
-        rows = [_leading(part, name, "batch") for part, name in parts]
-        inputs, goals = (
-            jax.eval_shape(functools.partial(_cut, count=count, name=name), part)
-            for part, name in parts
-        )
+        parts = {"x": x, "targets": targets}
+        rows = [_leading(part, name, "batch") for name, part in parts.items()]
+        cut = (functools.partial(_cut, count=count, name=name) for name in parts)
+        inputs, goals = map(jax.eval_shape, cut, parts.values())
         if targets is not None and rows[0] != rows[1]:
-            raise ValueError(
-                f"x has {rows[0]} rows, and targets have {rows[1]}: a batch has one size"
-            )
+            raise ValueError(f"x has {rows[0]} rows, and targets have {rows[1]}: a batch has one")
         of_layer, of_input, of_target = (
             jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a)[1:], a.dtype), part)
             for part in (weights, inputs, goals)
@@ -159,17 +152,17 @@ class _Run:
         leaves = (jax.tree.leaves(part) for part in (weights, inputs, goals))
         self.operands: Operands = (own, list(found.consts), *leaves)
         self.results = jax.tree.structure(output)
-        self.call = jax.custom_vjp(self._forward)
+        self.call = jax.custom_vjp(lambda *operands: self._run(self.head, operands))
         self.call.defvjp(self._with_residuals, self._backward, symbolic_zeros=True)
 
-    def choose(self, given: Schedule | None, stages: int | str, devices: int) -> None:
+    def choose(self, given: Schedule | None, stages: int | str) -> None:
         """The schedule that is given, or the best one; `rank` is least for the best of several."""
-        self.devices, number = devices, 1 if isinstance(stages, str) else stages
-        parts, layers = len(given.positions) if given else number, self.depth
-        if devices > 1 and (number > devices or devices % number):
-            raise ValueError(
-                f"{stages} stages on {devices} devices; allowed are divisors of {devices}"
-            )
+        self.devices = devices = devices_of_trace()
+        number, layers = 1 if isinstance(stages, str) else stages, self.depth
+        if number < 1 or (devices > 1 and devices % number):
+            allowed = f"{stages} stages on {devices} devices; allowed are divisors of {devices}"
+            raise ValueError(allowed if number > 0 else f"stages={stages}: at least 1 is allowed")
+        parts = len(given.positions) if given else number
         if layers < parts:
             raise ValueError(
                 f"{layers} layers cannot be in {parts} parts ({parts // number} on each of "
@@ -178,13 +171,13 @@ class _Run:
         self.numbers, self.seconds, self.rank = tuple[int, ...](), EQUAL, (0.0, 0.0, 0)
         self.schedule, self.layers = make("1f1b", 1, self.count), tuple[int, ...]((layers,))
         if devices > 1:
-            machine = hardware_of_trace() or accelerator()
+            machine, numbers = hardware_of_trace() or accelerator(), [number]
             limit = machine.memory if machine else float("inf")
-            numbers, ways = [number], []
             if isinstance(stages, str):
                 most = range(1, min(devices, layers) + 1)
                 self.numbers = tuple(n for n in most if devices % n == 0)
                 numbers = [n for n in self.numbers if n == in_stages.value] or [*self.numbers]
+            ways = []
             for each in numbers:
                 costs = self._costs(machine or hardware("h100"), devices // each, stages)
                 way = chosen(given, each, self.count, layers, costs, limit)
@@ -193,10 +186,9 @@ class _Run:
 
     def _costs(self, machine: Hardware, share: int, stages: int | str) -> Costs:
         """For a stage of `share` devices; each has its weights, where stages are compared."""
-        head, operands = self.head, self.operands
-        score = head and with_gradients(head, len(operands[0]) + len(operands[3]))
-        counts = [len(part) for part in operands[1:3]]
-        costs = Costs.of(self._layer, score, counts, machine, share)
+        operands, counts = self.operands, [len(part) for part in self.operands[1:3]]
+        head = self.head and with_gradients(self.head, len(operands[0]) + len(operands[3]))
+        costs = Costs.of(self._layer, head, counts, machine, share)
         if not isinstance(stages, str):
             return costs
         pairs = zip(operands[2], self.splits, strict=True)
@@ -209,28 +201,24 @@ class _Run:
         _, closures, weights, *_ = self.operands
         return differentiated(self.block, len(closures) + len(weights))
 
-    def _forward(self, *operands: list[Any]) -> list[Any]:
-        passes = (self.block, None, None, self.head)
-        return self._run(forward_only(self.schedule), passes, (*operands, []))
-
-    def _gradients(
-        self, head: ClosedJaxpr, operands: Operands, cotangents: Sequence[Any]
+    def _run(
+        self, head: ClosedJaxpr | None, operands: Operands, cotangents: list[Any] | None = None
     ) -> list[Any]:
-        """Gradients of the head's closures, closures, weights and inputs, after the scores."""
-        layer, score = self._layer, with_gradients(head, len(operands[0]) + len(operands[3]))
-        passes = (layer.forward, layer.backward, layer.weights, score)
-        return self._run(self.schedule, passes, (*operands, list(cotangents)))
-
-    def _run(self, schedule: Schedule, passes: Bodies, operands: Operands) -> list[Any]:
-        counts = tuple(map(len, operands))
-        pipe = Pipe(schedule, self.layers, counts, self.seconds, self.numbers)
+        """The outputs, or scores; with cotangents of these, the gradients of all other operands."""
+        schedule, passes = forward_only(self.schedule), (self.block, None, None, head)
+        if head and cotangents is not None:
+            scored = with_gradients(head, len(operands[0]) + len(operands[3]))
+            schedule, passes = self.schedule, (*self._layer, scored)
+        operands = (*operands, cotangents or [])
+        pipe = Pipe(schedule, self.layers, tuple(map(len, operands)), self.seconds, self.numbers)
+        params = {"pipe": pipe, "block": self.block, "head": head, "passes": passes}
         own, closures, weights, inputs, *rest = operands
         others = (*inputs, *(array for part in rest for array in part))
         if self.devices == 1:
-            return run(*own, *closures, *weights, *others, pipe=pipe, bodies=passes)
+            return run(*own, *closures, *weights, *others, **params)
         weights = self._by_stage(weights, self.splits)
         staged = self._by_stage(pipe.taken(weights, pipe.rows), self.splits)
-        results = pipeline_p.bind(*own, *closures, *staged, *others, pipe=pipe, bodies=passes)
+        results = pipeline_p.bind(*own, *closures, *staged, *others, **params)
         last = len(results) - len(floats(inputs))
         first = last - len(floats(weights)) if passes[1] else last
         splits = [s for s, w in zip(self.splits, weights, strict=True) if is_float(w)]
@@ -279,9 +267,9 @@ class _Run:
             )
         head = self.head
         if head is None or len(floats(head.out_avals)) != 1:
-            return self._forward(*operands), (operands, None)
+            return self._run(head, operands), (operands, None)
         ones = [jnp.ones((), a.dtype) for a in floats(head.out_avals)]
-        results, scores = self._gradients(head, operands, ones), len(head.out_avals)
+        results, scores = self._run(head, operands, ones), len(head.out_avals)
         return results[:scores], (operands, results[scores:])
 
     def _backward(self, residuals: Any, cotangents: Any) -> Any:
@@ -293,9 +281,9 @@ class _Run:
         if head is None:
             outputs = [jax.ShapeDtypeStruct(y.shape[1:], y.dtype) for y in operands[3]]
             operands = [[], *operands[1:4], found]
-            gradients = self._gradients(_product(outputs), operands, [jnp.float32(1)])[1:]
+            gradients = self._run(_product(outputs), operands, [jnp.float32(1)])[1:]
         elif gradients is None:
-            gradients = self._gradients(head, operands, found)[len(head.out_avals) :]
+            gradients = self._run(head, operands, found)[len(head.out_avals) :]
         else:
             gradients = [g * found[0].astype(g.dtype) for g in gradients]
         left = iter(gradients)

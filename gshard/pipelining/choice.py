@@ -27,6 +27,7 @@ class Costs:
     kept: int
     weights: int
     rate: float  # bytes that a device sends in a second
+    latency: float = 0.0  # bytes that it could send until a message begins
     reduced: int = 0  # bytes of a layer's gradients that are sent to sum them within a stage
 
     @staticmethod
@@ -49,7 +50,7 @@ class Costs:
         times = (0.0, ahead, behind + slow, late + slow, seconds(head), behind + late)
         return Costs(
             times, held(inputs), held(saved), kept, held(fixed[counts[0] :]),
-            machine.sent_per_second,
+            machine.sent_per_second, machine.cost_model.latency,
         )  # fmt: skip
 
     def step_seconds(self, schedule: Schedule, layers: tuple[int, ...]) -> float:
@@ -58,8 +59,9 @@ class Costs:
         Weights of chunks that are not neighbours are moved to their stages, and gradients back.
         """
         rows = max(layers) * schedule.chunks
-        handed = schedule.ticks * self.message + 2 * (schedule.chunks > 1) * self.weights * rows
-        sent = rows * self.reduced + (handed if schedule.stages > 1 else 0)
+        handed = schedule.ticks * (self.message + self.latency)
+        moved = 2 * (schedule.chunks > 1) * self.weights * rows
+        sent = rows * self.reduced + (handed + moved if schedule.stages > 1 else 0)
         return route(schedule, layers, self.seconds).step_seconds + sent / self.rate
 
     def rank(self, option: Option, limit: float) -> tuple[float, float, int]:

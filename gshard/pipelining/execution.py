@@ -1,13 +1,13 @@
 """A pipeline on devices: one program for all stages, in which the schedule is data.
 
-Stage s has the s-th block of devices. In every tick of a scan a stage runs what its row of the
-table names; the permutes that hand results on are outside of that, and all devices agree on which
-stages send. A layer's passes are planned for the devices of one stage: a value that every stage has
-for itself has a sharding within the block, the same one in all, and collectives are inside of it.
+Stage s has the s-th block of devices. A layer's passes are planned for the devices of one stage: a
+value that every stage has for itself has a sharding within the block, the same one in all, and
+collectives are inside of it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,13 +35,13 @@ from gshard.tensors.manual import MANUAL
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 
-_OPERAND = Reason("operand", "pipeline")
+_OPERAND, _RESULT = Reason("operand", "pipeline"), Reason("result", "pipeline")
 
 
 class Stages:
-    """The devices of a program in blocks, one for each stage.
+    """The devices of a program in blocks, one for each stage; `split` is that of a dim over these.
 
-    `split` is that of a dim over the stages. A blank tile is how a stage's devices hold a value.
+    A blank tile is how a stage's devices hold a value.
     """
 
     def __init__(self, ctx: Context, count: int):
@@ -112,14 +112,11 @@ class Stages:
         new = replace(annotation, sharding=Sharding(splits, self.per_stage))
         return eqn.replace(params={**eqn.params, "annotation": new})
 
-    def _planned(
-        self, body: ClosedJaxpr, operands: Sequence[Tile]
-    ) -> tuple[ClosedJaxpr, Propagated]:
+    def _planned(self, body: ClosedJaxpr, kinds: Sequence[Tile]) -> tuple[ClosedJaxpr, Propagated]:
         with jax.ensure_compile_time_eval():  # constants of passes are no part of the trace
             for change in PASSES if self.per_stage > 1 else ():
                 body = change(body)
-        given = [kind.sharding for kind in operands]
-        known = Known(self.per_stage, self.ctx.memory_limit, given, {})
+        known = Known(self.per_stage, self.ctx.memory_limit, [k.sharding for k in kinds], {})
         return shard(body, known, True, History())
 
     def agreed(self, body: ClosedJaxpr, operands: Sequence[Tile], first: int) -> list[Tile]:
@@ -135,18 +132,13 @@ class Stages:
 
     def piece(
         self, body: ClosedJaxpr, operands: Sequence[Tile], wanted: Sequence[Tile | None] = (),
-        sums: Mapping[int, float] | None = None,
+        sums: Mapping[int, float] | None = None, masks: bool = False,
     ) -> Pass:  # fmt: skip
         """A program planned for one stage, called with what a device has of its operands.
 
         Its first results are as `wanted`; `sums` are results that may be unreduced.
         """
-        first, rest = lifted(body)
-        fixed = jaxpr_as_fun(first)()
-        kinds = [
-            Tile.blank(Sharding.replicated(a.ndim, self.per_stage), a.shape, a.dtype) for a in fixed
-        ]
-        flat, found = self._planned(rest, [*kinds, *operands])
+        flat, found = self._planned(body, operands)
         made = list[Tile]()
 
         def run(*arrays: Any) -> list[Any]:
@@ -154,32 +146,35 @@ class Stages:
             planner = Planner(place, found, self.ctx.memory_limit)
             ready = [
                 planner.reshard(kind.holding(a), found.shardings[v], _OPERAND)
-                for a, kind, v in zip(
-                    [*fixed, *arrays], [*kinds, *operands], flat.jaxpr.invars, strict=True
-                )
+                for a, kind, v in zip(arrays, operands, flat.jaxpr.invars, strict=True)
             ]
             made[:] = planner.run_body(flat, ready, sums or {})
             for number, kind in enumerate(wanted):
                 if kind is not None:
-                    reason = Reason("result", "pipeline")
-                    made[number] = planner.reshard(made[number], kind.sharding, reason)
+                    made[number] = planner.reshard(made[number], kind.sharding, _RESULT)
             return [t.array for t in made]
 
-        jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(k.array.shape, k.array.dtype) for k in operands))
-        return Pass(run, [t.without_elements() for t in made])
+        types = [jax.ShapeDtypeStruct(k.array.shape, k.array.dtype) for k in operands]
+        first, rest = lifted(jax.make_jaxpr(run)(*types), masks)
+        again = functools.partial(jaxpr_as_fun(rest), *jaxpr_as_fun(first)())
+
+        def shaped(*arrays: Any) -> list[Any]:
+            return again(*(a.reshape(t.shape) for a, t in zip(arrays, types, strict=True)))
+
+        return Pass(shaped, [t.without_elements() for t in made])
 
 
 @region(pipeline_p, doc=Doc(halo="from stage to stage: CollectivePermute"))
 def _partition(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], _: list[Sharding]) -> list[Tile]:
     """The passes of a layer partitioned for the devices of a stage, and run there."""
-    pipe, bodies = eqn.params["pipe"], eqn.params["bodies"]
+    pipe, bodies = eqn.params["pipe"], eqn.params["passes"]
     stages, parts = Stages(ctx, pipe.schedule.stages), pipe.operands(tiles)
     kinds = [[stages.kind_of(t, n in (2, 3, 4)) for t in part] for n, part in enumerate(parts)]
     own, closures, weights, inputs, targets, cotangents = kinds
     share, fixed = 1 / pipe.schedule.microbatches, [*closures, *weights]
     forward, backward, later, score = (body and stages.inside(body) for body in bodies)
     inputs = kinds[3] = stages.agreed(forward, [*fixed, *inputs], len(fixed))
-    ahead = stages.piece(forward, [*fixed, *inputs], inputs)
+    ahead = stages.piece(forward, [*fixed, *inputs], inputs, masks=True)
     behind = late = head = None
     gradients = [k for k in inputs if is_float(k.array)] if backward else []
     count = sum(is_float(k.array) for k in closures)

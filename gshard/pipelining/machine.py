@@ -1,8 +1,7 @@
 """What a device does in every tick: the operation that its row of the table names, then messages.
 
-A machine has slots for what waits, and sums. They are rows of buffers that a scan over the ticks
-carries, and loops update in place; the permutes that hand results on are outside of these loops,
-and all devices agree on which stages send.
+A machine has slots for what waits, and sums: rows of buffers that a scan over the ticks
+carries, and loops update in place. The permutes that hand results on are outside of these loops.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ from gshard.graph.source import Ticks
 from gshard.moving import collectives
 from gshard.pipelining.meaning import Arrays, Pipe, added, cut
 from gshard.pipelining.passes import floats, is_float
-from gshard.pipelining.schedules import HEAD, LOCAL, B, F, Pairs, Routes, Row, W
+from gshard.pipelining.schedules import BOTH, HEAD, LOCAL, B, F, Pairs, Routes, Row, W
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.keys import is_key_type
 
-Carried = tuple[Arrays, ...]
 _FIRST = {"allow_negative_indices": False}  # no kernels that add to an index
 
 
@@ -47,23 +45,20 @@ class State(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A pass of a layer, or the head, on what a device has; `kinds` are blank tiles of results."""
+    """A pass of a layer, or the head, on what a device has; `kinds` are blank tiles of results.
+
+    Operands may be flat.
+    """
 
     run: Callable[..., Arrays]
     kinds: Sequence[Any]
 
-    @property
-    def results(self) -> list[Any]:
-        """The types of what a device has of the results."""
-        return [kind.array for kind in self.kinds]
-
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """A stage of `pipe` on its devices.
+    """A stage of `pipe` on its devices: the passes of a layer, and the head, on operands by kind.
 
-    `passes` are those of `passes.Passes`, and the head. `arrays` are the operands of each kind:
-    weights have a row for every layer of every chunk, inputs and targets one for each microbatch.
+    Weights have a row for every layer of every chunk, inputs and targets one for each microbatch.
     """
 
     pipe: Pipe
@@ -74,21 +69,20 @@ class Machine:
 
     def run(self) -> Arrays:
         """What this device has of the scores and gradients, or of what there is without these."""
-        tree, count = jax.tree.structure(self.routes.rows), self.pipe.schedule.microbatches
+        leaves, tree = jax.tree.flatten(self.routes.rows)
 
         def tick(state: State, columns: Any) -> tuple[State, None]:
             """One operation, then what it hands on, to neighbours or to itself."""
             row = jax.tree.unflatten(tree, list(columns))
-            state = self.forward(row, state)
-            state = self.backward(row, state) if self.passes[1] else state
-            inbox = state.inbox
+            state = self.backward(row, self.forward(row, state))
+            batch, inbox = put(state.batch, self._leaving(state.message), row.batch), state.inbox
             for channel, slot in enumerate(row.receive):
                 inbox = put(inbox, self.handed_on(state.message, channel, row.sends[channel]), slot)
-            return state._replace(inbox=inbox), None
+            return state._replace(inbox=inbox, batch=batch), None
 
-        table = np.stack(jax.tree.leaves(self.routes.rows), -1).astype(np.int32)
-        stages = np.repeat(np.arange(self.pipe.schedule.stages), self._per_stage)
-        own = jnp.asarray(table.swapaxes(0, 1))[self.place.lookup(stages)]
+        table = np.stack(leaves, -1).astype(np.int32).swapaxes(0, 1)
+        stages, count = np.arange(self.pipe.schedule.stages), self.pipe.schedule.microbatches
+        own = jnp.asarray(table)[self.place.lookup(np.repeat(stages, self._per_stage))]
         end, _ = lax.scan(tick, self._start(), own)
         return [*end.scores, *end.closures, *end.weights, *(x[:count] for x in end.batch)]
 
@@ -103,10 +97,10 @@ class Machine:
         and copy all of it in every tick from the one into the other.
         """
         inputs = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.arrays[3]]
-        ahead, behind, late, head = (found.results if found else [] for found in self.passes)
-        gradients, count = floats(inputs) if self.passes[1] else [], self.pipe.schedule.microbatches
+        kinds = [found.kinds if found else () for found in self.passes]
+        ahead, behind, late, head = ([kind.array for kind in part] for part in kinds)
+        gradients = floats(inputs) if self.passes[1] else []
         closures, (messages, residuals, pending) = len(floats(self.arrays[1])), self.routes.slots
-        leaving = _made(gradients, count + 1) if self.passes[3] else _made(inputs, count)
         layers, rows = max(self.pipe.layers), len(self.arrays[2][0])
         return State(
             [_unused(x.shape, x.dtype) for x in inputs],
@@ -116,37 +110,42 @@ class Machine:
             _made(head[: len(head) - len(gradients)]),
             _made(late[:closures]),
             _made(late[closures:], rows),
-            leaving,
+            _made(self._leaving(inputs), self.pipe.schedule.microbatches + 1),
         )
 
+    def _leaving(self, message: Arrays) -> Arrays:
+        """What of a message leaves the pipeline at its end: gradients of the inputs, or outputs."""
+        if self.passes[1]:
+            return floats(message)
+        return [] if self.passes[3] else message
+
     def forward(self, row: Row, state: State) -> State:
-        """F: the output is handed on, residuals are saved.
+        """F: the output is handed on, or for the head, whose gradient B of this stage takes."""
+        head = self.passes[3]
 
-        The last output is for the head: its gradient is handed on to B of this stage.
-        """
-
-        def one(layer: Any, x: Arrays, saved: Arrays) -> Carried:
-            y, residuals = cut(self._pass(0, row, layer, x), len(x))
-            return y, put(saved, residuals, self._slot(row.saved, layer))
-
-        def scored(y: Arrays, scores: Arrays, batch: Arrays) -> Carried:
-            if (head := self.passes[3]) is None:
-                return y, scores, put(batch, y, row.microbatch)
-            targets = taken(self.arrays[4], row.microbatch)
-            found = head.run(*self.arrays[0], *y, *targets, *self.arrays[5])
-            own, gradient = cut(found, len(scores))
-            return _with_floats(y, gradient), added(scores, own), batch
-
-        def every(_: Arrays, saved: Arrays, *sums: Arrays) -> Carried:
+        def begin(state: State) -> State:
             given = taken(self.arrays[3], row.microbatch), taken(state.inbox, row.inbox)
-            x = [jnp.where(row.first == 1, a, b) for a, b in zip(*given, strict=True)]
-            y, saved = self.layers((F, HEAD), row, one, (x, saved))
-            y, *rest = self.once((HEAD,), row, scored, (y, *sums), (F, HEAD))
-            return y, saved, *rest
+            is_first = row.inbox == self.routes.slots[0]
+            x = [jnp.where(is_first, a, b) for a, b in zip(*given, strict=True)]
+            return state._replace(message=x)
 
-        carried = (state.message, state.saved, state.scores, state.batch)
-        message, saved, scores, batch = self.once((F, HEAD), row, every, carried)
-        return state._replace(message=message, saved=saved, scores=scores, batch=batch)
+        def one(layer: Any, state: State) -> State:
+            y, residuals = cut(self._pass(0, row, layer, state.message), len(state.message))
+            saved = put(state.saved, residuals, self._slot(row.saved, layer))
+            return state._replace(message=y, saved=saved)
+
+        def scored(_: Any, state: State) -> State:
+            assert head
+            y, targets = state.message, taken(self.arrays[4], row.microbatch)
+            found = head.run(*self.arrays[0], *y, *targets, *self.arrays[5])
+            own, gradient = cut(found, len(state.scores))
+            message, scores = _with_floats(y, gradient), added(state.scores, own)
+            return state._replace(message=message, scores=scores)
+
+        def end(state: State) -> State:
+            return self._repeated((HEAD,), row, state, scored, among=(F, HEAD)) if head else state
+
+        return self._layers((F, HEAD), row, state, one, begin, end)
 
     def backward(self, row: Row, state: State) -> State:
         """B and W: the gradient of the input is handed on, or leaves; the others are added up.
@@ -154,47 +153,85 @@ class Machine:
         Where W comes later, what it needs is kept. Otherwise both are done for a layer at once: for
         the upper half of the layers in the tick of B, and for the lower half in that of W.
         """
-        keeps, sums = bool(state.kept), (state.closures, state.weights)
-        ops = (B,) if keeps else (B, W)
 
-        def one(layer: Any, g: Arrays, *carried: Arrays) -> Carried:
-            residuals = self._waiting(0, state.saved, self._slot(row.saved, layer))
+        def begin(state: State) -> State:
+            return state._replace(message=taken(state.inbox, row.inbox))
+
+        def one(layer: Any, state: State) -> tuple[State, Arrays]:
+            residuals = taken(state.saved, self._slot(row.saved, layer))
+            g = floats(state.message)
             g, needed = cut(self._pass(1, row, layer, residuals, g), len(g))
-            if keeps:
-                return g, put(carried[0], needed, self._slot(row.kept, layer))
-            return g, *self._summed(row, layer, needed, *carried)
+            return state._replace(message=_with_floats(state.message, g)), needed
 
-        def every(_: Arrays, batch: Arrays, *carried: Arrays) -> Carried:
-            received = taken(state.inbox, row.inbox)
-            g, *rest = self.layers(ops, row, one, (floats(received), *carried))
-            return _with_floats(received, g), put(batch, g, row.batch), *rest
+        def keep(layer: Any, state: State) -> State:
+            state, needed = one(layer, state)
+            return state._replace(kept=put(state.kept, needed, self._slot(row.kept, layer)))
 
-        def later(layer: Any, *sums: Arrays) -> Carried:
-            needed = self._waiting(1, kept, self._slot(row.kept, layer))
-            return self._summed(row, layer, needed, *sums)
+        def late(layer: Any, state: State, needed: Arrays) -> State:
+            own, gradients = cut(self._pass(2, row, layer, needed), len(state.closures))
+            slot = self._slot(row.chunk, layer)
+            weights = put(state.weights, added(taken(state.weights, slot), gradients), slot)
+            return state._replace(closures=added(state.closures, own), weights=weights)
 
-        carried = (state.message, state.batch, *((state.kept,) if keeps else sums))
-        message, batch, *rest = self.once(ops, row, every, carried)
-        kept = rest[0] if keeps else []
-        if keeps:
-            rest = [*self.once((W,), row, lambda *s: self.layers((W,), row, later, s), sums)]
-        return State(message, state.inbox, state.saved, kept, state.scores, rest[0], rest[1], batch)
+        def kept(layer: Any, state: State) -> State:
+            return late(layer, state, taken(state.kept, self._slot(row.kept, layer)))
 
-    def _waiting(self, number: int, buffers: Arrays, slot: Any) -> Arrays:
-        """The results of a pass that wait in a slot, the last ones."""
-        made = self.passes[number]
-        assert made
-        kinds = made.results[len(made.kinds) - len(buffers) :]
-        pairs = zip(taken(buffers, slot), kinds, strict=True)
-        return [value.reshape(kind.shape) for value, kind in pairs]
+        state = self._layers((BOTH,), row, state, lambda n, state: late(n, *one(n, state)), begin)
+        state = self._layers((B,), row, state, keep, begin)
+        return self._layers((W,), row, state, kept)
 
-    def _summed(
-        self, row: Row, layer: Any, needed: Arrays, closures: Arrays, sums: Arrays
-    ) -> tuple[Arrays, Arrays]:
-        """The sums with the gradients of a layer."""
-        own, gradients = cut(self._pass(2, row, layer, needed), len(closures))
-        slot = self._slot(row.chunk, layer)
-        return added(closures, own), put(sums, added(taken(sums, slot), gradients), slot)
+    def _layers(
+        self, ops: tuple[int, ...], row: Row, state: State, run: Callable[[Any, State], State],
+        begin: Callable[[State], State] = lambda state: state,
+        end: Callable[[State], State] = lambda state: state,
+    ) -> State:  # fmt: skip
+        """`begin`, `run` for every layer, and `end`, in a tick that does one of `ops`.
+
+        First as many layers as every such tick has, then those of some: a GPU waits for the host
+        before every run of a loop whose length is data.
+        """
+        counts = self.routes.rows.layers[np.isin(self.routes.rows.op, ops)]
+        least = int(counts.min(initial=counts.max(initial=0)))
+
+        def one(number: Any, state: State) -> State:
+            return run(row.base + (number if F in ops else row.layers - 1 - number), state)
+
+        def other(number: Any, state: State) -> State:
+            return one(least + number, state)
+
+        def every(_: Any, state: State) -> State:
+            state = lax.fori_loop(0, least, one, begin(state))
+            return end(self._repeated(ops, row, state, other, lambda row: row.layers - least, ops))
+
+        return self._repeated(ops, row, state, every)
+
+    def _repeated(
+        self, ops: tuple[int, ...], row: Row, state: State, run: Callable[[Any, State], State],
+        times: Callable[[Row], Any] = lambda _: 1, among: tuple[int, ...] = (),
+    ) -> State:  # fmt: skip
+        """`run`, so many `times`, in a tick that does one of `ops`, `among` those that get here.
+
+        A loop of no or one run updates what it changes in place: a conditional would copy what its
+        branches return, in ticks of other operations as well. Forecasts count its runs on the
+        busiest stage, and on those that others wait for.
+        """
+
+        def count(row: Row) -> Any:
+            return sum((row.op == n).astype(np.int32) for n in ops) * times(row)
+
+        op, table = self.routes.rows.op, count(self.routes.rows)
+        if not table.any():
+            return state
+        busiest, slowest = table.sum(0).argmax(), self.routes.critical[:, None]
+        (own, waited), (around, beside) = (
+            (int(each[:, busiest].sum()), int(np.take_along_axis(each, slowest, 1).sum()))
+            for each in (table, np.isin(op, among or op))
+        )
+        if around != beside:  # a common denominator
+            own, waited, around = own * beside, waited * around, around * max(beside, 1)
+        ticks = Ticks((max(around - own, 0), own), {1: max(around - waited, 0), 2: waited}, around)
+        with ticks.scope():
+            return lax.fori_loop(0, count(row), run, state)
 
     def _pass(self, number: int, row: Row, layer: Any, *operands: Arrays) -> Arrays:
         chosen, weights = self.passes[number], taken(self.arrays[2], self._slot(row.chunk, layer))
@@ -204,59 +241,6 @@ class Machine:
     def _slot(self, first: Any, layer: Any) -> Any:
         """The row of a layer, in a buffer with a row for each."""
         return first * max(self.pipe.layers) + layer
-
-    def once(
-        self, ops: Sequence[int], row: Row, run: Callable[..., Carried], carried: Carried,
-        among: Sequence[int] = (),
-    ) -> Carried:  # fmt: skip
-        """`run` in a tick that does one of `ops`; `among` are those of the `once` around it.
-
-        A loop of no or one run updates what it carries in place: a conditional would copy what its
-        branches return, in ticks of other operations as well.
-        """
-        on = functools.reduce(jnp.logical_or, (row.op == n for n in ops))
-        with self._ticks(self._does(ops), self._does(among)).scope():
-            return lax.fori_loop(0, on.astype(np.int32), lambda _, held: tuple(run(*held)), carried)
-
-    def layers(
-        self, ops: Sequence[int], row: Row, run: Callable[..., Carried], carried: Carried
-    ) -> Carried:
-        """`run` for the layers of a tick: as many as in every such tick, and those of some.
-
-        A GPU waits for the host before every run of a loop whose length is data.
-        """
-        does, counts = self._does(ops), self.routes.rows.layers
-        least, most = int(counts[does].min()), int(counts[does].max())
-
-        def one(number: Any, carried: Carried) -> Carried:
-            last = row.layers - 1
-            return tuple(run(row.base + (last - number if B in ops else number), *carried))
-
-        carried = lax.fori_loop(0, least, one, carried)
-        if least == most:
-            return carried
-        with self._ticks(does * (counts - least), does).scope():
-            return lax.fori_loop(least, row.layers, one, carried)
-
-    def _does(self, ops: Sequence[int]) -> np.ndarray:
-        """The ticks and stages that do one of `ops`; all without any."""
-        op = self.routes.rows.op
-        return np.isin(op, ops) if ops else np.ones_like(op, bool)
-
-    def _ticks(self, runs: np.ndarray, among: np.ndarray) -> Ticks:
-        """How often a loop runs of the runs of the one around it.
-
-        On the stage with the most, and on that which the others wait for.
-        """
-        busiest, slowest = runs.sum(0).argmax(), self.routes.critical[:, None]
-        (own, waited), (around, beside) = (
-            (int(each[:, busiest].sum()), int(np.take_along_axis(each, slowest, 1).sum()))
-            for each in (runs, among)
-        )
-        own, waited, total = own * beside, waited * around, around * beside
-        if around == beside:
-            own, waited, total = own // around, waited // around, around
-        return Ticks((max(total - own, 0), own), {1: max(total - waited, 0), 2: waited}, total)
 
     def handed_on(self, sent: Arrays, channel: int, number: Any) -> Arrays:
         """What arrives on a channel from the stages that have something to send."""

@@ -18,8 +18,8 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 
 from gshard._jax import ad, batching, mlir
 from gshard.graph.regions import MEANINGS
-from gshard.pipelining.passes import floats
-from gshard.pipelining.schedules import EQUAL, HEAD, Schedule
+from gshard.pipelining.passes import floats, with_gradients
+from gshard.pipelining.schedules import EQUAL, Schedule, route
 
 Arrays = list[Any]
 Bodies = tuple[ClosedJaxpr | None, ...]  # the passes of a layer (`passes.Passes`), and the head
@@ -29,10 +29,9 @@ Bodies = tuple[ClosedJaxpr | None, ...]  # the passes of a layer (`passes.Passes
 class Pipe:
     """A pipeline, without its arrays.
 
-    `layers` are the numbers of layers at each position of the schedule. `counts` are those of the
-    operands: the head's closures, closures, weights, inputs, targets and cotangents of the scores.
-    `seconds` are `schedules.Seconds`, relative to each other.
-    `numbers` are those of stages that it might have, where the program leaves that open.
+    `layers` are the numbers of layers at each position of the schedule, `counts` those of operands:
+    the head's closures, closures, weights, inputs, targets and cotangents of the scores. `numbers`
+    are those of stages that it might have, where the program leaves that open.
     """
 
     schedule: Schedule
@@ -42,16 +41,15 @@ class Pipe:
     numbers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        schedule, costs = self.schedule, [0.0] * self.schedule.stages
-        for (stage, _), layers in zip(schedule.positions, self.layers, strict=True):
-            costs[stage] += layers
-        costs[schedule.positions[-1][0]] += self.seconds[HEAD] / (sum(self.seconds[:HEAD]) or 1.0)
-        slowest, mean = costs.index(max(costs)), sum(costs) / len(costs)
-        late = f", stage {slowest} slowest by {100 * (max(costs) / mean - 1):.0f}%"
+        schedule, spent = (
+            self.schedule,
+            route(self.schedule, self.layers, self.seconds).spent.sum(0),
+        )
+        more = spent.max() / (spent.mean() or 1.0) - 1
+        late = f", stage {spent.argmax()} slowest by {100 * more:.0f}%" if more > 0.005 else ""
         return (
             f"{schedule.stages} stages, {schedule.microbatches} microbatches, {schedule.name}: "
-            f"bubble {100 * schedule.bubble:.1f}%{late if max(costs) > 1.005 * mean else ''}, "
-            f"{schedule.in_flight} in flight"
+            f"bubble {100 * schedule.bubble:.1f}%{late}, {schedule.in_flight} in flight"
         )
 
     @property
@@ -72,11 +70,6 @@ class Pipe:
         """For each layer, its first row of the staged weights."""
         return np.unique(self.rows, return_index=True)[1]
 
-    @property
-    def is_staged(self) -> bool:
-        """Whether the rows are the layers in their order."""
-        return np.array_equal(self.rows, np.arange(sum(self.layers)))
-
     def operands(self, flat: Sequence[Any]) -> list[list[Any]]:
         """The operands of each kind."""
         ends = np.cumsum(self.counts).tolist()
@@ -84,7 +77,7 @@ class Pipe:
 
     def taken(self, weights: Sequence[Any], rows: np.ndarray) -> list[Any]:
         """Rows of the weights: slices, of which each device is sent those that it needs."""
-        if self.is_staged:
+        if np.array_equal(self.rows, np.arange(sum(self.layers))):  # they are there
             return list(weights)
         runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
         return [jnp.concatenate([w[run[0] : run[-1] + 1] for run in runs]) for w in weights]
@@ -94,43 +87,31 @@ pipeline_p = Primitive("pipeline")
 pipeline_p.multiple_results = True
 
 
-def run(*flat: Any, pipe: Pipe, bodies: Bodies) -> list[Any]:
+def run(*flat: Any, pipe: Pipe, block: ClosedJaxpr, head: ClosedJaxpr | None,
+        passes: Bodies) -> list[Any]:  # fmt: skip
     """The pipeline on staged weights: scores, and gradients of closures, weights and inputs."""
-    own, closures, weights, inputs, targets, cotangents = pipe.operands(flat)
-    functions: list[Any] = [body and jaxpr_as_fun(body) for body in bodies]
-    forward, backward, later, head = functions
-    layers, count = pipe.taken(weights, pipe.places), len(floats(closures))
+    *shared, inputs, targets, cotangents = pipe.operands(flat)
+    fixed, sums = [array for part in shared for array in part], list(head.out_avals if head else ())
 
-    def ahead(x: Arrays, w: Arrays) -> tuple[Arrays, Arrays]:
-        return cut(forward(*closures, *w, *x), len(x))
-
-    def behind(carried: tuple[Arrays, Arrays], layer: Any) -> Any:
-        (g, sums), (w, residuals) = carried, layer
-        g, needed = cut(backward(*closures, *w, *residuals, *g), len(g))
-        found, gradients = cut(later(*closures, *w, *needed), count)
-        return (g, added(sums, found)), gradients
+    def one(*flat: Any) -> Arrays:
+        own, closures, weights, x, goals, _ = pipe.operands(flat)
+        layers, layer = pipe.taken(weights, pipe.places), jaxpr_as_fun(block)
+        y, _ = lax.scan(lambda x, w: (layer(*closures, *w, *x), None), x, layers)
+        return jaxpr_as_fun(head)(*own, *y, *goals) if head else y
 
     def step(sums: Arrays, microbatch: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-        x, goals = microbatch
-        y, residuals = lax.scan(ahead, x, layers)
-        if head is None:
-            return sums, y
-        found = head(*own, *y, *goals, *cotangents)
-        if backward is None:
-            return added(sums, found), []
-        scores, g = cut(found, len(found) - len(floats(x)))
-        none = [jnp.zeros_like(c) for c in floats(closures)]
-        (g, others), gradients = lax.scan(behind, (g, none), (layers, residuals), reverse=True)
-        return added(sums, [*scores, *others, *gradients]), g
+        given = [*fixed, *microbatch[0], *microbatch[1]]
+        if not passes[1]:
+            found = one(*given)
+        else:
+            program = with_gradients(jax.make_jaxpr(one)(*given), len(fixed) + len(inputs))
+            found = jaxpr_as_fun(program)(*given, *cotangents)
+        own, batch = cut(found, len(sums))
+        return added(sums, own), batch
 
-    types = list(bodies[3].out_avals) if bodies[3] else []
-    if backward:
-        types = [*types[: len(types) - len(floats(inputs))], *floats([*closures, *layers])]
-    sums, batch = lax.scan(step, [jnp.zeros(a.shape, a.dtype) for a in types], (inputs, targets))
-    if backward and not pipe.is_staged:  # a row that is there again has no gradient
-        first = len(sums) - len(floats(layers))
-        rows = [jnp.zeros((len(pipe.rows), *w.shape[1:]), w.dtype) for w in sums[first:]]
-        sums[first:] = [e.at[pipe.places].set(w) for e, w in zip(rows, sums[first:], strict=True)]
+    sums += floats(fixed) if passes[1] else []
+    start = [jnp.zeros(a.shape, a.dtype) for a in sums]
+    sums, batch = lax.scan(step, start, (inputs, targets))
     return [*sums, *batch]
 
 

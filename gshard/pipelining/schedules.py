@@ -1,30 +1,29 @@
 """Schedules: which stage works on which microbatch in every tick, as tables.
 
-A stage does one thing in a tick: the forward pass of a microbatch (F), the part of the backward
-pass that the stage before waits for (B), or the gradient of its own weights (W). These cost about
-the same, so that stages keep in step. What a stage sends in a tick arrives before the next one.
+A stage does one thing in a tick (docs/howto/pipelines.md): F, B or W of a microbatch. What it sends
+in a tick arrives before the next one.
 
 A stage may have several chunks of layers. A microbatch passes through `positions`, each a chunk of
 a stage: from stage to stage and around again, or, in a V, down to the last stage and back up.
 
-Between two operations, a stage keeps what it received, residuals of forward passes and what weight
-gradients need in slots of buffers, as few as the schedule allows. Slots and messages are tables of
-integers, too: the routes of a schedule.
+Between two operations, a stage keeps what it received, residuals of F and what W needs in slots, as
+few as the schedule allows. Slots and messages are tables of integers, too: a schedule's routes.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 IDLE, F, B, W = range(4)
-HEAD, BOTH = 4, 5  # the last forward pass, and the head after it; B and W of a layer, at once
+HEAD, BOTH = 4, 5  # the last forward pass, and the head after it; B and W of a layer at once
 Seconds = tuple[float, ...]  # of IDLE, F, B, W and BOTH of a layer, and of HEAD without F
 EQUAL: Seconds = (0.0, 1.0, 1.0, 1.0, 0.0, 2.0)
 LETTERS, LOCAL = ".FBW", "local"
@@ -36,10 +35,7 @@ Stored = tuple[Work, Work, int]  # who makes a value, who reads it, and the slot
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A schedule: `when` is the tick of every operation.
-
-    In a V (`vee`) the second chunk of layers passes through the stages in reverse.
-    """
+    """`when` is the tick of every operation; in a V (`vee`) chunk 1 begins at the last stage."""
 
     name: str
     stages: int
@@ -75,23 +71,20 @@ class Schedule:
         """The idle share of all ticks of all stages."""
         return float((self.table[..., 0] == IDLE).mean())
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether each W follows its B at once, and the stage before waits for both."""
-        late = {work[1:]: tick for work, tick in self.when.items() if work[0] == W}
-        ends = ((n, m, t) for (op, n, m), t in self.when.items() if op == B)
-        return bool(late) and all(
-            late[n, m] == t + 1 and (n == 0 or self.when[B, n - 1, m] > t + 1) for n, m, t in ends
+    @functools.cached_property
+    def joined(self) -> frozenset[tuple[int, int]]:
+        """Positions and microbatches whose W follows B at once: the stage before waits for both."""
+        when, end = self.when, self.ticks + 1
+        ends = [(n, m, tick + 1) for (op, n, m), tick in when.items() if op == B]
+        return frozenset(
+            (n, m) for n, m, t in ends if when[W, n, m] == t < when.get((B, n - 1, m), end)
         )
 
     @property
     def in_flight(self) -> int:
         """The most microbatches (or chunks of them) that a stage keeps for the backward pass."""
-        change = np.zeros((self.ticks + 1, self.stages), int)
-        for (op, position, _), tick in self.when.items():
-            if op in (F, B):
-                change[tick + (op == B), self.positions[position][0]] += 1 if op == F else -1
-        return int(np.cumsum(change, axis=0).max())
+        forward, backward = (self.table[..., 0] == op for op in (F, B))
+        return int((np.cumsum(forward, 0) - np.cumsum(backward, 0) + backward).max())
 
     def __str__(self) -> str:
         chunks = f", {self.chunks} chunks a stage" if self.chunks > 1 else ""
@@ -104,8 +97,7 @@ class Schedule:
     @property
     def cells(self) -> list[list[str]]:
         """A list for each stage: F3 is the forward pass of microbatch 3, F3.1 that of chunk 1."""
-        rows = self.table.swapaxes(0, 1).tolist()
-        return [[self._cell(*work) for work in row] for row in rows]
+        return [[self._cell(*work) for work in row] for row in self.table.swapaxes(0, 1).tolist()]
 
     @property
     def text(self) -> str:
@@ -118,20 +110,18 @@ class Schedule:
         """Its name."""
         return self.name
 
-    def needs(self, work: Work, whole: bool = False) -> list[Work]:
-        """What is done in earlier ticks; a `whole` backward pass is B and W, then sent."""
+    def needs(self, work: Work) -> list[Work]:
+        """What is done in earlier ticks."""
         op, position, m = work
         if op == W:
             return [(B, position, m)]
         if op == F:
             return [(F, position - 1, m)] if position else []
-        is_last = position == len(self.positions) - 1
-        return [(F, position, m), *([] if is_last else [(W if whole else B, position + 1, m)])]
+        return [(F, position, m), (B, position + 1, m)][: len(self.positions) - position]
 
     def _cell(self, op: int, chunk: int, microbatch: int) -> str:
-        if op == IDLE:
-            return LETTERS[IDLE]
-        return f"{LETTERS[op]}{microbatch}" + (f".{chunk}" if self.chunks > 1 else "")
+        number = f"{microbatch}.{chunk}" if self.chunks > 1 else str(microbatch)
+        return LETTERS[op] + (number if op else "")
 
     def said(self, work: Work) -> str:
         """An operation, for an error."""
@@ -155,65 +145,77 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 2) -> Schedule
     empty = Schedule(name, stages, microbatches, chunks, name == "zbv" and stages > 1)
     most = {"gpipe": microbatches, "zbv": 2 * stages}.get(name, 0)
     limits = [most or stages * chunks - stage for stage in range(stages)]
-    late = {"zb-h1": (3 * stages + 1) // 2, "zbv": 2 * stages + 2}.get(name, 0)
-    return _listed(empty, limits, late)
+    late = {"zb-h1": range(stages), "zbv": [2 * microbatches] * stages}.get(name)
+    return _listed(empty, limits, late, most + 2 if name == "zbv" else sys.maxsize)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Forward passes alone, on the same stages and chunks, as early as they can be."""
-    most = schedule.microbatches * schedule.chunks + 1
-    return _listed(schedule, [most] * schedule.stages, most, (F,))
+    most = [schedule.microbatches * schedule.chunks + 1] * schedule.stages
+    return _listed(schedule, most, most, ops=(F,))
 
 
 def _listed(
-    empty: Schedule, limits: Sequence[int], late: int, ops: Sequence[int] = (F, B, W)
-) -> Schedule:
+    empty: Schedule, limits: Sequence[int], late: Sequence[int] | None, most: int = sys.maxsize,
+    ops: Sequence[int] = (F, B, W),
+) -> Schedule:  # fmt: skip
     """A list scheduler: in every tick each stage does the first work on its list that it can.
 
-    At most `limits[stage]` microbatches wait for B, and at most `late` for W: first comes what
-    others wait for, B before F before W. With `late` 0 a backward pass is B and W, one after the
-    other. It is due when the limit is reached, and a stage waits for what is due: GPipe, 1F1B, and
-    interleaved 1F1B, where chunks take turns after as many microbatches as there are stages.
+    First comes what others wait for: B before F before W. At most `limits[stage]` microbatches wait
+    for B, and `most` for B or W. Once `late[stage]` wait for W, it follows each B at once, and the
+    stage before waits for both, until the last F is done: nothing has to be kept for it. Without
+    `late` it always does, and B is due when the limit is reached: a stage waits for what is due.
+    That is GPipe, 1F1B, and interleaved 1F1B, whose chunks take turns after as many microbatches as
+    there are stages.
     """
     done, count, every = dict[Work, int](), Counter[tuple[int, int]](), empty.microbatches
-    places, tick = list(enumerate(empty.positions)), 0
+    places, tick, joined = list(enumerate(empty.positions)), 0, dict[Work, Work]()
+    waiting: list[list[Work]] = [[] for _ in limits]  # for W, the last one first
 
     def can(work: Work) -> bool:
-        ready = all(done.get(needed, tick) < tick for needed in empty.needs(work, not late))
-        return work[0] in ops and work[2] < every and ready
+        needed = [joined.get(each, each) for each in empty.needs(work) if work[0] != W]
+        return work[0] in ops and work[2] < every and all(done.get(w, tick) < tick for w in needed)
 
-    def works(stage: int) -> list[Work]:
+    def chosen(stage: int, wait: list[Work]) -> Work | None:
         mine = [n for n, (owner, _) in places if owner == stage]
-        ahead, behind, last = ([(op, n, count[op, n]) for n in mine] for op in (F, B, W))
-        begun, back, ended = (sum(count[op, n] for n in mine) for op in (F, B, W))
-        full = begun - back >= limits[stage] or begun - ended >= (late or begun + 1)
-        if late:
-            return [*behind, *([] if full else ahead[::-1]), *last]
-        if back > ended:
-            return last
-        if full or begun == every * len(mine):
-            return [min(behind, key=lambda work: (work[2] // empty.stages, -work[1]))]
-        return [min(ahead, key=lambda work: (work[2] // empty.stages, work[1]))]
+        ahead, behind = ([(op, n, count[op, n]) for n in mine] for op in (F, B))
+        begun, back = (sum(work[2] for work in part) for part in (ahead, behind))
+        full = begun - back >= limits[stage] or begun - back + len(wait) >= most
+        is_left = begun < every * len(mine)
+        if wait and wait[0] in joined.values():
+            works = wait[:1]
+        elif late is None:
+            due = ahead if is_left and not full else behind
+            works = [min(due, key=lambda w: (w[2] // empty.stages, w[1] if w[0] == F else -w[1]))]
+        else:
+            works = [*behind, *([] if full else ahead[::-1]), *wait]
+        found = next(filter(can, works), None)
+        waits = not late or not late[stage] or (is_left and len(wait) >= late[stage])
+        if found and found[0] == B and waits:
+            joined[found] = (W, *found[1:])
+        return found
 
     while len(done) < len(ops) * every * len(places):
-        found = [next(filter(can, works(stage)), None) for stage in range(empty.stages)]
-        now = [work for work in found if work]
+        now = [work for stage, wait in enumerate(waiting) if (work := chosen(stage, wait))]
         if not now:
             raise ValueError(f"a schedule of {empty.stages} stages waits for itself: {done}")
-        done.update(dict.fromkeys(now, tick))
-        count.update(work[:2] for work in now)
+        for work in now:
+            done[work], wait = tick, waiting[empty.positions[work[1]][0]]
+            count[work[:2]] += 1
+            if work[0] == B:
+                wait.insert(0, (W, *work[1:]))
+            elif work[0] == W:
+                wait.remove(work)
         tick += 1
-    return Schedule(empty.name, empty.stages, every, empty.chunks, empty.vee, done)
+    return replace(empty, when=done)
 
 
 def parse(text: str, vee: bool = False, name: str = "own") -> Schedule:
     """The schedule of a table as `Schedule.text` prints it; an error says what is wrong with it."""
-    lines = [line.split() for line in text.strip().splitlines()]
-    works: list[tuple[int, int, int, int, int]] = []
-    for stage, cells in enumerate(lines):
-        for tick, cell in enumerate(cells):
-            found = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", cell)
-            if found:
+    works, stages = list[tuple[int, int, int, int, int]](), text.strip().splitlines()
+    for stage, line in enumerate(stages):
+        for tick, cell in enumerate(line.split()):
+            if found := re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", cell):
                 op, m, chunk = found.groups()
                 works.append((LETTERS.index(op), stage, int(chunk or 0), int(m), tick))
             elif cell != LETTERS[IDLE]:
@@ -224,11 +226,11 @@ def parse(text: str, vee: bool = False, name: str = "own") -> Schedule:
     if not works:
         raise ValueError("the schedule's table has no work in it")
     microbatches, chunks = (1 + max(work[i] for work in works) for i in (3, 2))
-    empty = Schedule(name, len(lines), microbatches, chunks, vee)
+    empty = Schedule(name, len(stages), microbatches, chunks, vee)
     when = {(op, empty.positions.index((s, c)), m): tick for op, s, c, m, tick in works}
     if len(when) != len(works):
         raise ValueError("the schedule's table does the same work twice")
-    return check(Schedule(name, len(lines), microbatches, chunks, vee, when))
+    return check(replace(empty, when=when))
 
 
 def check(schedule: Schedule) -> Schedule:
@@ -253,13 +255,12 @@ class Row(NamedTuple):
     op: Any  # with `HEAD` for the last forward pass
     chunk: Any
     microbatch: Any
-    first: Any  # whether its input is from the batch
-    inbox: Any
+    inbox: Any  # the one after the last where its input is from the batch
     saved: Any
     kept: Any
     base: Any  # the first of the chunk's layers that it does, and how many
     layers: Any
-    batch: Any  # the microbatch whose gradient leaves the pipeline, if one does
+    batch: Any  # the microbatch that leaves the pipeline, if one does
     receive: tuple[Any, ...] = ()  # a slot for each channel
     sends: tuple[Any, ...] = ()  # which stages send on each channel
 
@@ -268,9 +269,9 @@ class Row(NamedTuple):
 class Routes:
     """`rows` are tables of integers, [ticks, stages].
 
-    `send[channel]` are the sets of pairs of stages that have something to send at the same time:
-    open chains, since a channel is between the same neighbours. `rows.sends` are the numbers of
-    these sets, 0 for none. What nobody needs is received in the slot after the last.
+    `send[channel]` are the sets of pairs of stages that send at the same time: open chains, since a
+    channel is between the same neighbours. `rows.sends` are the numbers of these sets, 0 for none.
+    What nobody needs is received in the slot after the last.
     """
 
     rows: Row
@@ -280,21 +281,17 @@ class Routes:
 
     @functools.cached_property
     def critical(self) -> np.ndarray:
-        """The stage that a step waits for in every tick.
-
-        Two stages that exchange a message leave the tick together; the others do not wait.
-        """
+        """The stage that a step waits for in every tick: pairs with a message leave it together."""
         ticks, stages = self.spent.shape
         ends, cause = np.zeros(stages), np.zeros((ticks, stages), int)
         for tick, spent in enumerate(self.spent):
             ends, cause[tick] = ends + spent, np.arange(stages)
             for sets, which in zip(self.send.values(), self.rows.sends, strict=True):
                 before, why = ends.copy(), cause[tick].copy()
-                for pair in sets[which[tick, 0]]:
-                    last = max(pair, key=before.__getitem__)
-                    for stage in pair:
-                        if before[last] > ends[stage]:
-                            ends[stage], cause[tick, stage] = before[last], why[last]
+                for a, b in sets[which[tick, 0]]:
+                    last, other = (a, b) if before[a] > before[b] else (b, a)
+                    if before[last] > ends[other]:
+                        ends[other], cause[tick, other] = before[last], why[last]
         path = [int(ends.argmax())]
         for causes in cause[::-1]:
             path.append(causes[path[-1]])
@@ -312,37 +309,41 @@ def route(schedule: Schedule, layers: tuple[int, ...], seconds: Seconds = EQUAL)
 
     Where W follows B at once, both may be done in halves, if that is faster.
     """
-    options = [_routed(schedule, layers, seconds, False)]
-    if schedule.is_whole and min(layers) > 1:
-        options.append(_routed(schedule, layers, seconds, True))
-    return min(options, key=lambda found: found.step_seconds)
+    options = [frozenset[tuple[int, int]](), *([schedule.joined] if min(layers) > 1 else [])]
+    found = (_routed(schedule, layers, seconds, joined) for joined in options)
+    return min(found, key=lambda routes: routes.step_seconds)
 
 
-def _routed(schedule: Schedule, layers: tuple[int, ...], seconds: Seconds, halves: bool) -> Routes:
-    """In `halves`, B and W each do all that there is to do for half of the layers."""
+def _routed(
+    schedule: Schedule, layers: tuple[int, ...], seconds: Seconds, joined: Set[tuple[int, int]]
+) -> Routes:
+    """Where they are `joined`, B and W each do all that there is to do for half of the layers."""
     positions, last = schedule.positions, len(schedule.positions) - 1
     op, chunk, microbatch = np.moveaxis(schedule.table, -1, 0).copy()
-    first, inbox, saved, kept, base, count = (np.zeros_like(op) for _ in range(6))
+    saved, kept, base, count = (np.zeros_like(op) for _ in range(4))
     batch = np.full_like(op, schedule.microbatches)
-    end = W if halves else B  # the stage before waits for it
-    handed: list[tuple[Work, Work]] = []
+    handed, residuals, pending = (list[tuple[Work, Work]]() for _ in range(3))
     for work, tick in schedule.when.items():
         kind, n, m = work
-        here, lower = (tick, positions[n][0]), layers[n] // 2
-        part = {B: (lower, layers[n]), W: (0, lower)} if halves else {}
-        base[here], above = part.get(kind, (0, layers[n]))
-        count[here] = above - base[here]
+        here, lower = (tick, positions[n][0]), layers[n] // 2 if (n, m) in joined else 0
+        end = W if lower else B  # the stage before waits for it
+        base[here] = lower if kind == B else 0
+        count[here] = lower if lower and kind == W else layers[n] - base[here]
         if kind == F:
-            first[here] = n == 0
+            if n == last:
+                op[here], batch[here] = HEAD, batch[here] if (B, n, m) in schedule.when else m
             handed.append((work, (F, n + 1, m) if n < last else (B, n, m)))
-            op[here] = HEAD if n == last else F
-        elif kind != end:
-            handed += [(work, (W, n, m))] if halves else []
-        elif n:
+            residuals.append((work, (end, n, m)))
+        elif lower:
+            op[here] = BOTH
+        if kind == B:
+            (handed if lower else pending).append((work, (W, n, m)))
+        if kind == end and n:
             handed.append((work, (B, n - 1, m)))
-        else:
+        elif kind == end:
             batch[here] = m
     messages, slots = _stored(schedule, handed)
+    inbox = np.full_like(op, slots)
     sent: dict[str, list[list[tuple[int, int]]]] = {}
     receive: dict[str, np.ndarray] = {}
     for made, read, slot in messages:
@@ -353,24 +354,22 @@ def _routed(schedule: Schedule, layers: tuple[int, ...], seconds: Seconds, halve
         receive.setdefault(channel, np.full_like(op, slots))[tick, to] = slot
         inbox[schedule.when[read], to] = slot
     counts = [slots]
-    for table, kind, until in ((saved, F, end), (kept, B, W)):
-        works = [(work, (until, *work[1:])) for work in schedule.when if work[0] == kind]
-        values, slots = _stored(schedule, () if halves and kind == B else works)
+    for table, pairs in ((saved, residuals), (kept, pending)):
+        values, slots = _stored(schedule, pairs)
         counts.append(slots)
-        for made, _, slot in values:
+        for (_, n, m), _, slot in values:
             for now in (F, B, W):
-                place = schedule.when[now, *made[1:]], positions[made[1]][0]
-                table[place] = slot
+                table[schedule.when[now, n, m], positions[n][0]] = slot
     sets = {channel: [tuple(sorted(now)) for now in ticks] for channel, ticks in sent.items()}
     send = {channel: sorted({(), *found}) for channel, found in sets.items()}
     sends = [
         np.array([send[channel].index(now) for now in found])[:, None] + 0 * op
         for channel, found in sets.items()
     ]
-    tables = op, chunk, microbatch, first, inbox, saved, kept, base, count, batch
+    tables = op, chunk, microbatch, inbox, saved, kept, base, count, batch
     rows = Row(*tables, tuple(receive[channel] for channel in send), tuple(sends))
-    own = np.array(seconds)[np.where((op == B) | (op == W), BOTH, op) if halves else op]
-    spent = np.where(op == HEAD, count * seconds[F] + seconds[HEAD], count * own)
+    own = np.array(seconds)[np.where(op == HEAD, F, op)]
+    spent = count * own + (op == HEAD) * seconds[HEAD]
     return Routes(rows, send, (counts[0], counts[1], counts[2]), spent)
 
 

@@ -27,12 +27,13 @@ def call(weights=WEIGHTS, x=X, block=dense, head=loss_of, targets=TARGETS, **set
         ({"block": lambda w, x: x[:1]}, r"block returns float32\[1,8\], but takes float32\[2,8\]"),
         ({"head": lambda y, t: y - t}, r"head returns float32\[2,8\]; allowed are scalars"),
         ({"schedule": "2f2b"}, "allowed are 'gpipe', '1f1b'"),
+        ({"schedule": None}, "schedule=None: allowed are 'gpipe', '1f1b'"),
         ({"schedule": "F0 . B0 W0\n. . . ."}, "never does F0 of stage 1"),
         (
             {"schedule": "F0 .  .  B0 W0\n.  F0 B0 W0 ."},
             "for 2 stages and 1 microbatches, not for 2 an",
         ),
-        ({"targets": TARGETS[:4]}, "x has 8 rows, and targets have 4: a batch"),
+        ({"targets": TARGETS[:4]}, "x has 8 rows, and targets have 4: a batch has one"),
         ({"weights": {**WEIGHTS, "in": WEIGHTS["in"][:3]}}, "the leading dim of all has to be the"),
     ],
 )

@@ -24,21 +24,20 @@ def costs(forward=1.0, backward=1.0, late=1.0, head=0.0, **more):
 
 def in_python(schedule, layers, costs):
     """The time of a step: B and W apart, or where W follows B at once in halves, if faster."""
-    apart = cell_by_cell(schedule, layers, costs, False)
-    if not schedule.is_whole or min(layers) == 1:
-        return apart
-    return min(apart, cell_by_cell(schedule, layers, costs, True))
+    options = [(), schedule.joined] if min(layers) > 1 else [()]
+    return min(cell_by_cell(schedule, layers, costs, joined) for joined in options)
 
 
-def cell_by_cell(schedule, layers, costs, halves):
+def cell_by_cell(schedule, layers, costs, joined):
     """The clocks of two stages, which wait for each other where one has a message for the other."""
     clocks, positions = [0.0, 0.0], schedule.positions
     for row in schedule.table.tolist():
         waits = False
-        for stage, (op, chunk, _) in enumerate(row):
+        for stage, (op, chunk, m) in enumerate(row):
             if op == IDLE:
                 continue
             position = positions.index((stage, chunk))
+            halves = (position, m) in joined
             is_scored = op == F and position == len(layers) - 1
             spent = layers[position] * costs.seconds[op] + is_scored * costs.seconds[4]
             if halves and op in (B, W):

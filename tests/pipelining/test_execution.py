@@ -208,10 +208,11 @@ def test_permutes_are_in_cliques_of_their_own_on_gpus_where_xla_can():
 def test_no_tick_copies_slots_or_sums():
     """Ticks copy messages, and what a product transposes: buffers are updated in place.
 
-    Where W follows B at once, both are one loop: nothing is kept for W.
+    Where W follows B at once, both are one loop: nothing is kept for W. In zb-h1 it does but for
+    the first and last microbatches, for which there is a loop of B and one of W as well.
     """
     arguments = make_dense(layers=8, width=16, batch=32)
-    for name, loops in (("1f1b", 3), ("zb-h1", 4)):
+    for name, loops in (("1f1b", 3), ("zb-h1", 5)):
         loss = piped(jax.checkpoint(dense), stages=2, microbatches=8, schedule=name)
         step = gshard.jit(jax.value_and_grad(loss), devices=jax.devices()[:2])
         lowered = step.lower(*arguments)
