@@ -2,9 +2,8 @@
 
 A training step of two Llama-like layers is profiled with some batches, on the devices that JAX has;
 the hardware that is fitted to them all forecasts other batches, which are then measured. On one
-H200: about two minutes. The last column is the time of a warm step relative to the first ones.
-XLA runs many operators as one CUDA graph, whose parts a trace does not name: give
-`XLA_FLAGS=--xla_gpu_enable_command_buffer=`.
+H200: about two minutes. XLA runs many operators as one CUDA graph, whose parts a trace does not
+name: give `XLA_FLAGS=--xla_gpu_enable_command_buffer=`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 import gshard
+from gshard.explanation.profiled import trace_steps
 
-STEPS = 5  # timed, and traced
+STEPS = 5  # traced at least
 
 
 def block(x: Any, w: dict[str, Any], heads: int) -> Any:
@@ -51,51 +50,38 @@ def step(ws: Any, x: Any) -> Any:
 
 
 class Step(NamedTuple):
-    """A step with some rows: lowered, its trace, and its time once it is warm."""
+    """A step with some rows: lowered, and the folder of its trace."""
 
     lowered: Any
     folder: str
-    slower: float  # wall time of warm steps, relative to that of the first ones
 
 
-def traced(width: int, shape: tuple[int, int], warm: float, folder: str) -> Step:
-    """A few steps under the profiler, after `warm` seconds of them.
-
-    Without that, an H200 took more time per row the more rows a step had, which no cost per
-    operator explains: the likely cause is a clock that falls under load.
-    """
+def arguments(shape: tuple[int, int], width: int = 4096) -> tuple[Any, Any]:
+    """The weights of a step and its activations, abstract."""
     d, f = width, 4 * width
     sizes = {**dict.fromkeys(("q", "k", "v", "out"), (d, d)), "gate": (d, f), "up": (d, f)}
     sizes["down"] = (f, d)
-    key = jax.random.key(0)
-    ws = [{n: 0.02 * jax.random.normal(key, s, jnp.bfloat16) for n, s in sizes.items()}] * 2
-    x = jax.random.normal(key, (*shape, d), jnp.bfloat16)
-    lowered = gshard.jit(step).lower(ws, x)
+    ws = [{n: jax.ShapeDtypeStruct(s, jnp.bfloat16) for n, s in sizes.items()}] * 2
+    return ws, jax.ShapeDtypeStruct((*shape, d), jnp.bfloat16)
+
+
+def traced(given: tuple[Any, Any], warm: float, folder: str) -> Step:
+    """A second of steps under the profiler, after `warm` seconds of them."""
+    lowered = gshard.jit(step).lower(*given)
     compiled = lowered.compile()
-
-    def run() -> float:
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            jax.block_until_ready(compiled(ws, x))
-        return time.perf_counter() - start
-
-    jax.block_until_ready(compiled(ws, x))
-    cold, until = run(), time.perf_counter() + warm
-    while (last := run()) and time.perf_counter() < until:
-        pass
-    with jax.profiler.trace(folder):
-        run()
-    return Step(lowered, folder, last / cold)
+    trace_steps(compiled, given, STEPS, folder, warm)
+    Path(folder, "program.txt").write_text(compiled.as_text())
+    return Step(lowered, folder)
 
 
 def row(count: int, step: Step, kind: str, machine: Any = None) -> dict[str, Any]:
     """A line of the table, printed as soon as it is known."""
     found = step.lowered.measured(step.folder, machine)
     off = found.forecast / found.measured - 1
-    times = f"{found.measured:.4f} | {found.forecast:.4f} | {off:+.1%} | {step.slower:.3f}"
+    times = f"{found.steps} | {found.measured:.4f} | {found.forecast:.4f} | {off:+.1%}"
     print(f"| {count} | {kind} | {times} |", flush=True)
     own = {"rows": count, "kind": kind, "measured": found.measured, "forecast": found.forecast}
-    return {**own, "slower": step.slower, "profile": found}
+    return {**own, "steps": found.steps, "profile": found}
 
 
 def main() -> None:
@@ -105,15 +91,18 @@ def main() -> None:
     parser.add_argument("--fit", type=int, nargs="+", default=[2, 8], help="profiled batches")
     parser.add_argument("--unseen", type=int, nargs="*", default=[1, 4, 12])
     parser.add_argument("--warm", type=float, default=2.0, help="seconds of steps before a trace")
+    parser.add_argument("--traces", help="keep traces and compiled programs below this folder")
     parser.add_argument("--out", type=Path, help="also write the rows here, as JSON")
     args = parser.parse_args()
     device = jax.devices()[0].device_kind
     print(f"{jax.device_count()} x {device}, {args.warm:g} s of steps before each trace\n")
-    print("| rows | | measured s | forecast s | off | warm/first |\n|---:|---|---:|---:|---:|---:|")
-    with tempfile.TemporaryDirectory() as folder:
+    print("| rows | | steps | measured s | forecast s | off |\n|---:|---|---:|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as made:
+        folder = args.traces or made
 
         def at(count: int) -> Step:
-            return traced(args.width, (count, args.length), args.warm, f"{folder}/{count}")
+            given = arguments((count, args.length), args.width)
+            return traced(given, args.warm, f"{folder}/{count}")
 
         fit = {count: at(count) for count in args.fit}
         rows = [row(count, found, "before") for count, found in fit.items()]
@@ -123,7 +112,7 @@ def main() -> None:
         rows += [row(count, at(count), "unseen", machine) for count in args.unseen]
     unseen = [r["forecast"] / r["measured"] - 1 for r in rows if r["kind"] == "unseen"]
     print(f"\nunseen batches: {max(map(abs, unseen), default=0):.1%} off at most")
-    for own in sorted(rows, key=lambda r: r["rows"])[:: len(rows) - 1]:
+    for own in rows[len(args.fit) :]:
         print(f"\nwith {own['rows']} rows: {own['profile']}")
     if args.out:
         kept = [{name: v for name, v in own.items() if name != "profile"} for own in rows]

@@ -10,14 +10,18 @@ grow with the batch (products, activations) are separated from constant ones (we
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gshard.forecast import Forecast, Hardware
@@ -31,6 +35,8 @@ _PRIOR = 0.02  # the weight of one scale for all resources, against that of the 
 _STEP = 3.0  # the weight of a step's total, against that of a line
 _ROUNDS = 8  # what bounds an operator depends on the fit, and the fit on what bounds it
 _START = 1e-6  # the unit of `operator_seconds` in the equations
+_WARM, _TRACED = 2.0, 1.0  # seconds of steps on a GPU: before the trace, and in it at least
+_MOST = 200  # steps in a trace
 _AROUND = ("while", "conditional", "call")  # instructions whose bodies have times of their own
 _BUFFERED = "command buffers (their lines: XLA_FLAGS=--xla_gpu_enable_command_buffer=)"
 
@@ -65,6 +71,7 @@ class FitSample:
 
     measured: Mapping[Work, float]
     forecast: Forecast
+    shortest: float  # run of an instruction: no operator costs less than its start
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,50 @@ class Profile:
         return "\n".join(text) + "\n"
 
 
+def trace_steps(
+    compiled: Callable[..., Any],
+    given: tuple[Any, ...],
+    steps: int,
+    folder: str | Path,
+    warm: float = _WARM,
+) -> None:
+    """Run steps under the profiler; on GPUs for a second at least, after others for `warm` seconds.
+
+    Steps follow each other without a pause, as in training: a GPU lowers its clock under load, and
+    raises it in a pause. At most two steps wait, for the sake of memory. Abstract arguments are
+    made: normal numbers, and zeros as integers. Each step has copies of its own, since it may be
+    given its arguments to overwrite.
+    """
+
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return 0.02 * jax.random.normal(jax.random.key(0), leaf.shape, leaf.dtype)
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    def copied(leaf: Any) -> Any:
+        return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+    first = jax.tree.map(made, given)
+
+    def run(count: int) -> float:
+        start, ahead = time.monotonic(), list[Any]()
+        for _ in range(count):
+            ahead.append(compiled(*jax.tree.map(copied, first)))
+            jax.block_until_ready(ahead[:-2])
+            del ahead[:-2]
+        jax.block_until_ready(ahead)
+        return time.monotonic() - start
+
+    run(1)
+    if jax.default_backend() != "cpu":
+        count = max(steps, math.ceil(warm * steps / run(steps)))
+        steps = max(steps, min(math.ceil(_TRACED * count / run(count)), _MOST))
+    with jax.profiler.trace(str(folder)):
+        run(steps)
+
+
 def profile(
     name: str, module: str, forecast: Forecast, places: Mapping[str, HloPlace], trace: str | Path
 ) -> Profile:
@@ -144,7 +195,7 @@ def profile(
     seconds: dict[str, float] = {}
     for op in {op for own in taken.values() for op in own}:
         of_all = min if _kind(places[op]) else statistics.median
-        seconds[op] = of_all(sum(own[op]) / steps for own in taken.values() if op in own)
+        seconds[op] = of_all(_later(own[op], steps) for own in taken.values() if op in own)
     lines: dict[str, float] = defaultdict(float)
     sends: dict[str, float] = defaultdict(float)
     works: dict[Work, float] = defaultdict(float)
@@ -158,10 +209,17 @@ def profile(
     values = [(t.source, t) for t in forecast.values]
     sent = [(f"{t.collective} at {t.source}", t) for t in forecast.operators if t.collective]
     rows = _rows(lines, values)
-    samples = (FitSample(works, forecast),)
+    shortest = min(statistics.median(times) for own in taken.values() for times in own.values())
+    samples = (FitSample(works, forecast, shortest),)
     both = sum(seconds.values()), sum(row.forecast for row in rows)
     fitted = _fitted(samples, name)
     return Profile(name, forecast.devices, steps, *both, rows, _rows(sends, sent), fitted, samples)
+
+
+def _later(runs: list[float], steps: int) -> float:
+    """The seconds of a step in the later half of the steps: a GPU's clock falls in the first."""
+    later = runs[len(runs) * (steps // 2) // steps :]
+    return sum(later) / len(later) * len(runs) / steps
 
 
 def _kind(place: HloPlace) -> str:
@@ -226,11 +284,12 @@ def _fitted(samples: Sequence[FitSample], name: str) -> Hardware:
     """
     machine = samples[0].forecast.hardware
     paid = machine.efficiency
+    most = min(sample.shortest for sample in samples) / _START
     found = np.array([1.0, 1.0, 1.0, paid.operator_seconds / _START])
     for _ in range(_ROUNDS):
         parts = [_equations(sample, found[:3]) for sample in samples]
         terms, times = (np.concatenate(part) for part in zip(*parts, strict=True))
-        before, found = found, _solved(terms, times, paid.operator_seconds / _START)
+        before, found = found, _solved(terms, times, paid.operator_seconds / _START, most)
         if np.allclose(before, found, rtol=1e-3):
             break
     fitted = replace(
@@ -267,9 +326,9 @@ def _equations(sample: FitSample, scale: np.ndarray) -> tuple[np.ndarray, np.nda
     return terms[:, :4], np.append(times, _STEP * total) / total - terms[:, 4]
 
 
-def _solved(terms: np.ndarray, times: np.ndarray, start: float) -> np.ndarray:
+def _solved(terms: np.ndarray, times: np.ndarray, start: float, most: float) -> np.ndarray:
     """The four unknowns; a resource with little share of the forecast stays as it is."""
-    from scipy.optimize import nnls
+    from scipy.optimize import lsq_linear
 
     first = np.array([1.0, 1.0, 1.0, start])
     sums = terms.sum(0) * first
@@ -279,7 +338,10 @@ def _solved(terms: np.ndarray, times: np.ndarray, start: float) -> np.ndarray:
     rest = times - np.delete(terms, used, 1) @ np.delete(first, used)
     if len(used):
         wanted = np.concatenate([rest, prior @ (first * ratio)])
-        first[used] = nnls(np.vstack([terms[:, used], prior[:, used]]), wanted)[0]
+        bounds = 0.0, np.where(used == 3, most, np.inf)
+        first[used] = lsq_linear(
+            np.vstack([terms[:, used], prior[:, used]]), wanted, bounds, method="bvls"
+        ).x
     first[:3][first[:3] <= 0] = 1.0
     return first
 

@@ -1,25 +1,25 @@
-"""The operators of a body, with calls inlined, and its values: who makes and reads them, and which
-are views of others. It is the input of the models of compilers, and what they make of it."""
+"""The equations of a body, with calls inlined, and the operators that a compiler makes of them."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
-from gshard.graph.kinds import ALIASES, APART, PRODUCTS, REDUCTIONS
+from gshard.graph.kinds import APART, PRODUCTS, REDUCTIONS
 from gshard.graph.regions import LOOPS, with_calls_inlined
 from gshard.graph.source import source_of
 from gshard.moving.inventory import transfers
-from gshard.tensors.tile import byte_size
+from gshard.tensors.tile import size_of
 
 _ALONE = {*APART, *PRODUCTS, *LOOPS}  # never fused, like collectives
+_IN_PLACE = {p.dynamic_update_slice_p, p.select_and_scatter_add_p, p.scan_p, p.while_p}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +47,6 @@ class Op:
     def reduces(self) -> bool:
         """Whether it is fused with its producers but not with its consumers."""
         return self.primitive in REDUCTIONS and self.joins and not self.by_rows
-
-
-def size_of(var: Any) -> int:
-    """Bytes of a value."""
-    aval = var.aval
-    return byte_size(aval.shape, aval.dtype) if hasattr(aval, "shape") else 0
 
 
 def elements(var: Any) -> int:
@@ -86,6 +80,12 @@ class DeviceOperator:
         """What it reads and writes, each stored value once; of a view only what it shows."""
         reads = dict.fromkeys(self.root.reads) if len(self.members) == 1 else self.reads
         return sum(map(size_of, reads)) + sum(map(size_of, self.writes))
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether its results may take the buffers of operands that nothing reads afterwards."""
+        aliases = bool(self.root.eqn.params.get("input_output_aliases"))  # of a kernel
+        return self.root.joins or self.root.primitive in _IN_PLACE or aliases
 
     @property
     def source(self) -> str:
@@ -160,52 +160,3 @@ class Body:
                 yield from body.walk(count, inside, own)
             for copy in loop.copies:
                 yield copy, counts[0], inside
-
-
-class Dataflow:
-    """The equations of a body before they are fused.
-
-    `folds` says which of them a product computes as it reads its operands or writes its result.
-    """
-
-    def __init__(
-        self, ops: Sequence[Op], outputs: list[Any], folds: Callable[[Op, Dataflow], bool]
-    ):
-        self.ops = ops
-        self.leaving = {v for v in outputs if not isinstance(v, Literal)}
-        self.makers = {var: op for op in ops for var in op.writes}
-        self.readers: dict[Any, list[Op]] = defaultdict(list)
-        for op in ops:
-            for var in op.reads:
-                self.readers[var].append(op)
-        self.folded = {v for op in ops if folds(op, self) for v in op.writes}
-        self.alias = {
-            new: old
-            for op in ops
-            if op.primitive in ALIASES or self.folded.intersection(op.writes)
-            if len(op.reads) == len(op.writes)
-            for new, old in zip(op.writes, op.reads, strict=True)
-        }
-
-    def stands_for(self, var: Any) -> Any:
-        """The value of which `var` is a view."""
-        while var in self.alias:
-            var = self.alias[var]
-        return var
-
-    def is_view(self, op: Op) -> bool:
-        """Whether it makes no value of its own."""
-        return bool(op.writes) and op.writes[0] in self.alias
-
-    def users(self, var: Any) -> list[Op]:
-        """Who reads a value, through views of it."""
-        users = []
-        for op in self.readers[var]:
-            views = [w for w in op.writes if self.alias.get(w) is var]
-            users += [u for w in views for u in self.users(w)] if views else [op]
-        return users
-
-    def leaves(self, var: Any) -> bool:
-        """Whether a value or a view of it leaves the body."""
-        views = [w for op in self.readers[var] for w in op.writes if self.alias.get(w) is var]
-        return var in self.leaving or any(map(self.leaves, views))

@@ -10,6 +10,7 @@ from the results, whichever needs less: XLA chooses in the same way.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,8 @@ from jax.extend.core import Jaxpr, Literal
 from jax.extend.core import primitives as p
 
 from gshard.forecast.compilers import Compiler, Places
-from gshard.forecast.dataflow import Body, DeviceOperator, size_of
+from gshard.forecast.dataflow import Body, DeviceOperator
+from gshard.tensors.tile import size_of
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,9 @@ def _simulate(
         made = {v: size_of(v) for v in new}
         for var in operator.writes:
             makers[var] = operator
-        reused = _written_over(operator, dying, made, live)
-        during = now + sum(made.values()) - reused + inner.bytes
+        reused = Counter(live[v] for v in dying) & Counter(made.values())  # by their sizes
+        during = now + sum(made.values()) + inner.bytes
+        during -= sum(reused.elements()) if operator.overwrites else 0
         along.append(during)
         if during > most:
             most, at = during, (operator, {**live, **made}, inner)
@@ -171,7 +174,9 @@ def _simulate(
         return _Peak(0, "", (), tuple(along), lines)
     operator, present, inner = at
     sources = {v: makers[v].source if v in makers else "unknown" for v in present}
-    held = [LiveValue(b, _short(v), sources[v], v) for v, b in present.items()]
+    held = [
+        LiveValue(b, v.aval.str_short(short_dtypes=True), sources[v], v) for v, b in present.items()
+    ]
     ranked = tuple(sorted([*held, *inner.held], key=lambda h: -h.bytes))
     return _Peak(most, inner.where or operator.source, ranked, tuple(along), lines)
 
@@ -182,30 +187,3 @@ def _inside(operator: DeviceOperator, compiler: Compiler) -> _Peak:
         return _Peak(0, "", ())
     peaks = [_peak(body, compiler, (), operator.loop.scan) for body in operator.loop.bodies]
     return max(peaks, key=lambda p: p.bytes)
-
-
-_IN_PLACE = {p.dynamic_update_slice_p, p.select_and_scatter_add_p, p.scan_p, p.while_p}
-
-
-def _written_over(
-    operator: DeviceOperator, dying: list[Any], made: dict[Any, int], live: dict[Any, int]
-) -> int:
-    """Bytes of results that reuse the buffers of dead operands."""
-    if not (operator.root.joins or operator.root.primitive in _IN_PLACE or _aliases(operator)):
-        return 0
-    free = sorted(live[v] for v in dying)
-    reused = 0
-    for size in sorted(made.values(), reverse=True):
-        if size in free:
-            free.remove(size)
-            reused += size
-    return reused
-
-
-def _aliases(operator: DeviceOperator) -> bool:
-    """Whether it is a kernel that writes results over its operands."""
-    return bool(operator.root.eqn.params.get("input_output_aliases"))
-
-
-def _short(var: Any) -> str:
-    return var.aval.str_short(short_dtypes=True)

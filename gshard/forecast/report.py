@@ -247,8 +247,8 @@ def summary(f: Forecast) -> list[str]:
         *(f"  stages  {pipe}" for pipe in f.pipelines),
         f"  links   {links(f)}",
         f"  memory  {size(f.memory_bytes)} on each device, {room} {size(f.hardware.memory)}: "
-        f"{size(memory.arguments)} arguments, {size(memory.results - memory.donated)} results "
-        f"besides, {size(memory.temporary)} temporary at {memory.where}",
+        f"{size(memory.arguments)} arguments, {size(memory.results - memory.donated)} other "
+        f"results, {size(memory.temporary)} temporary at {memory.where}",
         f"  sent    {size(f.sent_bytes)} by each device",
     ]
 

@@ -17,11 +17,12 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.forecast.dataflow import DeviceOperator, Op, elements, size_of
+from gshard.forecast.dataflow import Body, DeviceOperator, Op, elements
 from gshard.forecast.hardware import Hardware
 from gshard.graph.kinds import KERNELS, PRODUCTS, SCATTERS
 from gshard.graph.regions import bodies, runs_of
 from gshard.moving.costs import passes
+from gshard.tensors.tile import size_of
 
 _LOOKUPS = {p.gather_p, p.dynamic_slice_p, p.slice_p}
 _UPDATES = {p.dynamic_update_slice_p} | SCATTERS
@@ -75,6 +76,12 @@ def product_seconds(op: Op, machine: Hardware) -> float:
     return flops / (rate * machine.efficiency.products)
 
 
+def product_work(body: Body) -> float:
+    """The operations of a body's products."""
+    walked = ((count, op) for each, count, _ in body.walk() for op in each.members)
+    return sum(count * product_flops(op) for count, op in walked if multiplies(op))
+
+
 def is_exact(op: Op) -> bool:
     """Whether a product asks for more than the default precision."""
     precision = op.eqn.params.get("precision")
@@ -119,14 +126,13 @@ def updates(operator: DeviceOperator) -> bool:
 
 def moved_bytes(operator: DeviceOperator) -> float:
     """Bytes of memory that an operator touches; of a gather or slice, only the rows taken."""
+    if not looks_up(operator):
+        if updates(operator):
+            return 2.0 * sum(map(size_of, operator.reads[1:]))
+        kernel = operator.root.primitive in KERNELS
+        return kernel_work(operator.root.eqn).bytes if kernel else float(operator.bytes)
     written = sum(map(size_of, operator.writes))
-    if looks_up(operator):
-        return written + sum(min(size_of(v), 2 * written) for v in operator.reads)
-    if updates(operator):
-        return 2 * sum(map(size_of, operator.reads[1:])) + 0.0
-    if operator.root.primitive in KERNELS:
-        return kernel_work(operator.root.eqn).bytes
-    return float(operator.bytes)
+    return written + sum(min(size_of(v), 2.0 * written) for v in operator.reads)
 
 
 @dataclass(frozen=True)

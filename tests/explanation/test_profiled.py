@@ -1,6 +1,7 @@
 """Profiles: read from a trace, compared with the forecast by line, and fitted."""
 
 import functools
+import inspect
 from dataclasses import replace
 
 import jax
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from jax.profiler import ProfileData
 
 import gshard
+from benchmarks import calibration
 from gshard.explanation.profiled import HloPlace, profile
 from gshard.forecast import hardware
 
@@ -77,6 +79,14 @@ def test_waits_at_collectives_do_not_count_and_loops_are_not_counted_twice(tmp_p
     assert np.isclose(found.measured, 120e-6)
     with pytest.raises(ValueError, match="has no step of jit_g: run the compiled function inside"):
         profile("g", "jit_g", lowered().forecast("h100"), PLACES, tmp_path)
+
+
+def test_the_later_half_of_the_steps_counts(tmp_path):
+    """A GPU's clock falls under load: its first steps are fast."""
+    events = [e for us in (1, 1, 10, 20, 30) for e in (event("dot.1", us, 0),)]
+    found = profile("f", "jit_f", lowered().forecast("h100"), PLACES, trace(tmp_path, events))
+    assert found.steps == 5
+    assert np.isclose(found.measured, 20e-6)
 
 
 def test_kernels_of_branches_loops_and_command_buffers_count(tmp_path):
@@ -185,3 +195,40 @@ def test_one_batch_meets_its_own_time_and_two_tell_starts_from_work(tmp_path):
     assert np.isclose(both.operator_seconds, 3e-4, rtol=0.1)
     assert np.isclose(both.products, 0.4, rtol=0.02)
     assert "samples" not in one.as_dict()
+
+
+# Microseconds of a step on one H200: of each line by its words, and of the shortest kernel.
+ON_H200 = {
+    2: {"wide =": 123, "scale =": 70, "return (wide": 248, "q, k, v": 3248, "is_causal": 6685,
+        "silu": 15128, "jnp.mean(y": 24, "w - 1e-3": 477, "": 235, "shortest": 1},
+    8: {"wide =": 481, "scale =": 232, "return (wide": 629, "q, k, v": 12423, "is_causal": 25507,
+        "silu": 56876, "jnp.mean(y": 93, "w - 1e-3": 750, "": 545, "shortest": 1},
+}  # fmt: skip
+UNSEEN = {1: 13.35e-3, 4: 49.61e-3, 12: 149.19e-3}  # seconds
+
+
+def test_the_fit_to_two_batches_on_an_h200_meets_the_unseen_ones(tmp_path, monkeypatch):
+    """Larger batches had a higher rate there: constants of a step must not make up for it."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    text = inspect.getsource(calibration).splitlines()
+
+    def forecast(rows, machine="h200"):
+        given = calibration.arguments((rows, 2048))
+        return gshard.jit(calibration.step, devices=1).lower(*given).forecast(machine)
+
+    def place(words):
+        found = [n for n, line in enumerate(text, 1) if words and words in line]
+        return HloPlace(f"benchmarks/calibration.py:{found[0]}" if found else "unknown", "dot", 1)
+
+    def of(rows):
+        places = {f"op.{n}": place(words) for n, words in enumerate(ON_H200[rows])}
+        times = zip(places, ON_H200[rows].values(), strict=True)
+        folder = tmp_path / str(rows)
+        folder.mkdir()
+        trace(folder, [event(op, us, 0) for op, us in times], "/device:GPU:0")
+        return profile("step", "jit_f", forecast(rows), places, folder)
+
+    fitted = of(2).fitted_with(of(8)).hardware
+    assert fitted.efficiency.operator_seconds < 2e-6
+    for rows, seconds in UNSEEN.items():
+        assert forecast(rows, fitted).serial_seconds == pytest.approx(seconds, rel=0.03)

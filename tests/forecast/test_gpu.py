@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from gshard.forecast.program import walk
+from gshard.forecast.program import body_of
 
 ROWS = 64 * 128 * 4  # the bytes of one array of the tests
 
@@ -14,7 +14,7 @@ def operators(fn, *shapes, style="gpu"):
     """The operators of a program: what each is, how often it runs and the bytes it moves."""
     arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
     jaxpr = gshard.jit(fn, devices=1).lower(*arguments).jaxpr
-    return [(o.root.name, times, o.bytes) for o, times, _ in walk(jaxpr, style)]
+    return [(o.root.name, times, o.bytes) for o, times, _ in body_of(jaxpr, style).walk()]
 
 
 @pytest.mark.parametrize("normalized", [jax.nn.softmax, jax.nn.standardize])
@@ -38,6 +38,8 @@ def test_rows_of_transposed_scores_do_not_lie_together():
     together = operators(scores("tgid,sgd->gtis"), *shapes)
     apart = operators(scores("tgid,sgd->gits"), *shapes)
     assert len(together) == 2 < len(apart)
+    # A dim of one element has no place in memory.
+    assert len(operators(scores("tgid,sgd->gits"), (16, 2, 1, 8), (16, 2, 8))) == 2
 
 
 def test_a_product_ends_in_its_relu():

@@ -8,13 +8,13 @@ from jax.extend.core.primitives import scan_p
 
 import gshard
 from gshard.forecast.compilers import COMPILERS
-from gshard.forecast.program import body_of, walk
+from gshard.forecast.program import body_of
 
 
 def products(fn, *shapes, compiler):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     jaxpr = gshard.jit(fn, devices=1).lower(*args).jaxpr
-    found = walk(jaxpr, compiler)
+    found = body_of(jaxpr, compiler).walk()
     return [
         (o, n, around) for o, n, around in found if "dot_general" in {m.name for m in o.members}
     ]

@@ -8,13 +8,15 @@ operator, whose operands are the stored values that it depends on.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from typing import Any, ClassVar, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator, Op
+from gshard.forecast.dataflow import Body, DeviceOperator, Op
+from gshard.graph.kinds import ALIASES
 
 DEAR = {
     p.exp_p, p.exp2_p, p.expm1_p, p.log_p, p.log1p_p, p.pow_p, p.sqrt_p, p.rsqrt_p, p.cbrt_p,
@@ -33,6 +35,55 @@ class Order(NamedTuple):
     order: Sequence[DeviceOperator]
     early: Sequence[Any] = ()
     elsewhere: Set[Any] = frozenset()
+
+
+class Dataflow:
+    """The equations of a body before they are fused.
+
+    `folds` says which of them a product computes as it reads its operands or writes its result.
+    """
+
+    def __init__(
+        self, ops: Sequence[Op], outputs: list[Any], folds: Callable[[Op, Dataflow], bool]
+    ):
+        self.ops = ops
+        self.leaving = {v for v in outputs if not isinstance(v, Literal)}
+        self.makers = {var: op for op in ops for var in op.writes}
+        self.readers: dict[Any, list[Op]] = defaultdict(list)
+        for op in ops:
+            for var in op.reads:
+                self.readers[var].append(op)
+        self.folded = {v for op in ops if folds(op, self) for v in op.writes}
+        self.alias = {
+            new: old
+            for op in ops
+            if op.primitive in ALIASES or self.folded.intersection(op.writes)
+            if len(op.reads) == len(op.writes)
+            for new, old in zip(op.writes, op.reads, strict=True)
+        }
+
+    def stands_for(self, var: Any) -> Any:
+        """The value of which `var` is a view."""
+        while var in self.alias:
+            var = self.alias[var]
+        return var
+
+    def is_view(self, op: Op) -> bool:
+        """Whether it makes no value of its own."""
+        return bool(op.writes) and op.writes[0] in self.alias
+
+    def users(self, var: Any) -> list[Op]:
+        """Who reads a value, through views of it."""
+        users = []
+        for op in self.readers[var]:
+            views = [w for w in op.writes if self.alias.get(w) is var]
+            users += [u for w in views for u in self.users(w)] if views else [op]
+        return users
+
+    def leaves(self, var: Any) -> bool:
+        """Whether a value or a view of it leaves the body."""
+        views = [w for op in self.readers[var] for w in op.writes if self.alias.get(w) is var]
+        return var in self.leaving or any(map(self.leaves, views))
 
 
 class Compiler:

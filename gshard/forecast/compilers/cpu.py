@@ -20,10 +20,11 @@ from jax.extend.core import Literal, Primitive
 from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
-from gshard.forecast.compilers.base import DEAR, Compiler, Order, Places, in_order
-from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator, Op, elements, size_of
+from gshard.forecast.compilers.base import DEAR, Compiler, Dataflow, Order, Places, in_order
+from gshard.forecast.dataflow import Body, DeviceOperator, Op, elements
 from gshard.graph.regions import LOOPS, Stored
 from gshard.moving.inventory import transfers
+from gshard.tensors.tile import size_of
 
 _JOINS = {p.threefry2x32_p: False, p.concatenate_p: True}
 _REDUCED_APART = {p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p}

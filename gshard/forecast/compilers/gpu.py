@@ -18,10 +18,11 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.forecast.compilers.base import Compiler
-from gshard.forecast.dataflow import Body, Dataflow, DeviceOperator, Op, elements, inlined, size_of
+from gshard.forecast.compilers.base import Compiler, Dataflow
+from gshard.forecast.dataflow import Body, DeviceOperator, Op, elements, inlined
 from gshard.graph.kinds import ALIASES, PRODUCTS
 from gshard.graph.regions import Stored, bodies, counts_of
+from gshard.tensors.tile import size_of
 
 
 class GPU(Compiler):
@@ -159,14 +160,22 @@ def _turned(ops: list[Op]) -> set[Any]:
 
 
 def _is_swap(transpose: Op, product: Op) -> bool:
-    """Whether the product with its operands swapped writes the transposed result."""
-    order = list(transpose.eqn.params["permutation"])
+    """Whether the product with its operands swapped writes the transposed result.
+
+    Dims of one element have no place in memory.
+    """
     if product.primitive is not p.dot_general_p:
         return False
     (summed, _), (kept, _) = product.eqn.params["dimension_numbers"]
     batch, first = len(kept), len(product.eqn.invars[0].aval.shape) - len(summed)
-    dims = list(range(len(order)))
-    return order in (dims, [*dims[:batch], *dims[first:], *dims[batch:first]])
+    shape = transpose.reads[0].aval.shape
+    dims = list(range(len(shape)))
+    swapped = [*dims[:batch], *dims[first:], *dims[batch:first]]
+    order, *written = (
+        [d for d in dims if shape[d] > 1]
+        for dims in (transpose.eqn.params["permutation"], dims, swapped)
+    )
+    return order in written
 
 
 def _is_window(op: Op, flow: Dataflow) -> bool:

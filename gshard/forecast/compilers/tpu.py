@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gshard.forecast.compilers.base import Compiler
-from gshard.forecast.dataflow import Dataflow, Op
+from gshard.forecast.compilers.base import Compiler, Dataflow
+from gshard.forecast.dataflow import Op
 from gshard.graph.kinds import PRODUCTS
 
 
