@@ -244,11 +244,8 @@ def by_language(
     order = figures.by_resource(tasks)
     series = []
     for model in found:
-        values = (
-            figures.deltas(model, zero, order, metric)
-            if zero
-            else [model.scores[n][metric] if n in model.scores else None for n in order]
-        )
+        shown = figures.over(model.scores, zero) if zero else model.scores
+        values = [shown[n][metric] if n in shown else None for n in order]
         smooth = enumerate(centred_mean(values))  # over ten languages, as in the paper
         points = [(float(place), value) for place, value in smooth if value is not None]
         series.append(_series(model, found, points))

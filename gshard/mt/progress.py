@@ -34,8 +34,11 @@ class TrainingProgress(Progress, Protocol):
 
 
 class Silent:
-    """Shows nothing; what is used where no progress is given."""
+    """Shows nothing."""
 
     def stage(self, name: str, total: int) -> Advance:
         """Begin a stage without a display."""
         return lambda note="", count=1: None
+
+
+SILENT = Silent()

@@ -191,6 +191,8 @@ class _Packed:
         self._tokens, self._config, self._host = tokens, config, host
         host.part(config.rows)
         fits = fitting(tokens, config.source_length, config.target_length)
+        self.examples = sum(map(len, fits))
+        self.too_long = self.examples - sum(int(fit.sum()) for fit in fits)
         groups = weighted_groups(tokens, fits, config.temperature, config.short_weight)
         self._stream = Stream(groups, config.seed)
         sides = [(examples.source.lengths, examples.target.lengths) for examples in tokens]
@@ -281,12 +283,10 @@ class Batches:
         workers: int = 0,
         ahead: int = 8,
     ):
-        fits = fitting(tokens, config.source_length, config.target_length)
         self.config = config
-        self.examples = sum(len(fit) for fit in fits)
-        self.too_long = self.examples - sum(int(fit.sum()) for fit in fits)
         self.tasks = tuple(examples.task for examples in tokens)
         self._source = _Packed(tokens, config, host)
+        self.examples, self.too_long = self._source.examples, self._source.too_long
         self._workers, self._ahead = workers, ahead
 
     def __getitem__(self, step: int) -> Arrays:

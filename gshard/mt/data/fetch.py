@@ -7,6 +7,7 @@ What fails is reported and skipped, and tried again the next time.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from gshard.mt import atomic
 from gshard.mt.data.tiers import Package, Source
@@ -78,98 +80,87 @@ _Wanted = Sequence[tuple[Package, Source]]
 _Outcomes = Iterator[tuple[Package, str]]
 
 
-def _pip(wanted: _Wanted, folder: Path) -> _Outcomes:
+_DOWNLOADS: dict[str, tuple[str, ...]] = {
+    "pip": (
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", "."),
+        *("--disable-pip-version-check", "--only-binary=:all:"),
+    ),
+    # A package's scripts would run on this machine, by packing alone.
+    "npm": ("npm", "pack", "--silent", "--ignore-scripts"),
+}
+
+
+def _one_by_one(wanted: _Wanted, folder: Path) -> _Outcomes:
     for package, source in wanted:
         with tempfile.TemporaryDirectory(dir=folder, prefix=atomic.PREFIX) as scratch:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", scratch]
-            command += [*source.arguments, "--", package.requirement]
-            yield package, _one(command, package, source, folder, scratch)
-
-
-def _npm(wanted: _Wanted, folder: Path) -> _Outcomes:
-    for package, source in wanted:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=atomic.PREFIX) as scratch:
-            # A package's scripts would run on this machine, by packing alone.
-            command = ["npm", "pack", "--silent", "--ignore-scripts", *source.arguments]
-            command += ["--", package.requirement]
-            yield package, _one(command, package, source, folder, scratch)
-
-
-def _one(command: list[str], package: Package, source: Source, folder: Path, scratch: str) -> str:
-    try:
-        _call(command, scratch)
-        archives = [path for path in Path(scratch).iterdir() if path.is_file()]
-        if not archives:
-            raise BrokenPackageError("the client downloaded nothing")
-        unpack(archives[0], package, source, folder)
-    except BrokenPackageError as error:
-        return str(error)
-    return ""
+            command = [*_DOWNLOADS[package.client], *source.arguments, "--", package.requirement]
+            yield package, _outcome(_download, command, "*", package, source, folder, scratch)
 
 
 def _apt(wanted: _Wanted, folder: Path) -> _Outcomes:
     try:
-        options = _apt_lists(folder, ("none",))
+        command = ["apt-get", "download", "-q", *_apt_lists(folder, ("none",))]
     except BrokenPackageError as error:
         yield from ((package, str(error)) for package, _ in wanted)
         return
     for start in range(0, len(wanted), _BATCH):
         batch = wanted[start : start + _BATCH]
         with tempfile.TemporaryDirectory(dir=folder, prefix=atomic.PREFIX) as scratch:
-            command = ["apt-get", "download", "-q", *options]
-            failures = {}
-            try:
+            # One unknown name fails the whole call: what is missing then is asked for by itself.
+            with contextlib.suppress(BrokenPackageError):
                 _call(command + [package.requirement for package, _ in batch], scratch)
-            except BrokenPackageError:
-                # One unknown name fails the whole call, so ask for them one by one.
-                for package, _ in batch:
-                    if not list(Path(scratch).glob(f"{package.name}_*.deb")):
-                        try:
-                            _call([*command, package.requirement], scratch)
-                        except BrokenPackageError as error:
-                            failures[package.id] = str(error)
             for package, source in batch:
-                archives = list(Path(scratch).glob(f"{package.name}_*.deb"))
-                outcome = failures.get(package.id, "the client downloaded nothing")
-                if archives:
-                    outcome = ""
-                    try:
-                        unpack(archives[0], package, source, folder)
-                    except BrokenPackageError as error:
-                        outcome = str(error)
-                    archives[0].unlink()
-                yield package, outcome
+                alone, found = [*command, package.requirement], f"{package.name}_*.deb"
+                yield package, _outcome(_download, alone, found, package, source, folder, scratch)
 
 
 def _apt_descriptions(wanted: _Wanted, folder: Path) -> _Outcomes:
-    """Debian's translated package descriptions, which are part of the archive's own lists."""
     for package, source in wanted:
-        outcome = ""
-        try:
-            with atomic.new_folder(folder / package.id) as part:
-                lists = part / "lists"
-                _apt_lists(part, source.arguments)
-                found = sorted(lists.glob("*_Translation-*"))
-                for path in found:
-                    name = path.name.replace("%5f", "_").removesuffix(".lz4")
-                    with reading():
-                        data = _decompressed(path)
-                    (part / name).write_bytes(data)
-                shutil.rmtree(lists)
-                shutil.rmtree(part / "cache")
-                if not found:
-                    raise BrokenPackageError("the archive offers no translated descriptions")
-                size = sum(path.stat().st_size for path in part.iterdir())
-                stamp = Fetched(
-                    package.client, package.name, package.version, "", source.licence, size, ""
-                )
-                atomic.write_json(part / STAMP, asdict(stamp))
-        except (BrokenPackageError, OSError) as error:
-            if isinstance(error, OSError):
-                raise
-            outcome = str(error)
-        yield package, outcome
+        yield package, _outcome(_describe, package, source, folder)
+
+
+def _outcome(work: Callable[..., None], *given: Any) -> str:
+    """What went wrong with a package, or ""."""
+    try:
+        work(*given)
+    except BrokenPackageError as error:
+        return str(error)
+    return ""
+
+
+def _download(
+    command: list[str], name: str, package: Package, source: Source, folder: Path, scratch: str
+) -> None:
+    """Unpack the archive of that name; if it is not there yet, the client downloads it."""
+
+    def archives() -> list[Path]:
+        return [path for path in Path(scratch).glob(name) if path.is_file()]
+
+    if not archives():
+        _call(command, scratch)
+    if not (found := archives()):
+        raise BrokenPackageError("the client downloaded nothing")
+    unpack(found[0], package, source, folder)
+
+
+def _describe(package: Package, source: Source, folder: Path) -> None:
+    """Debian's translated package descriptions, which are part of the archive's own lists."""
+    with atomic.new_folder(folder / package.id) as part:
+        lists = part / "lists"
+        _apt_lists(part, source.arguments)
+        found = sorted(lists.glob("*_Translation-*"))
+        for path in found:
+            name = path.name.replace("%5f", "_").removesuffix(".lz4")
+            with reading():
+                data = _decompressed(path)
+            (part / name).write_bytes(data)
+        shutil.rmtree(lists)
+        shutil.rmtree(part / "cache")
+        if not found:
+            raise BrokenPackageError("the archive offers no translated descriptions")
+        size = sum(path.stat().st_size for path in part.iterdir())
+        stamp = Fetched(package.client, package.name, package.version, "", source.licence, size, "")
+        atomic.write_json(part / STAMP, asdict(stamp))
 
 
 def _apt_lists(folder: Path, languages: Iterable[str]) -> list[str]:
@@ -191,8 +182,8 @@ def _apt_lists(folder: Path, languages: Iterable[str]) -> list[str]:
 
 
 _CLIENTS: dict[str, Callable[[_Wanted, Path], _Outcomes]] = {
-    "pip": _pip,
-    "npm": _npm,
+    "pip": _one_by_one,
+    "npm": _one_by_one,
     "apt": _apt,
     "apt-descriptions": _apt_descriptions,
 }

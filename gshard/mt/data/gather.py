@@ -1,7 +1,7 @@
 """`gshard data gather` on one screen: fetch, read and clean, sort by language, split, write.
 
 Every stage leaves complete, stamped files: stopped anywhere and started again, it continues.
-Memory is bounded, whatever the tier: of a language, a byte for each pair.
+Memory is bounded, whatever the tier: of a language, fingerprints of each pair.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from gshard.mt.data import fetch, jobs
 from gshard.mt.data.corpus import MANIFEST, VERSION, Corpus, write_rows
 from gshard.mt.data.labels import label_tests
 from gshard.mt.data.splits import (
-    SPLITS,
     CorpusRow,
     HeldOutShares,
     given_splits,
@@ -41,7 +40,7 @@ from gshard.mt.data.tiers import Tier
 from gshard.mt.data.user_text import Own
 from gshard.mt.errors import UserError
 from gshard.mt.launch.status import end_with_parent
-from gshard.mt.progress import Progress, Silent
+from gshard.mt.progress import SILENT, Progress
 
 _BUFFERED = 1_000_000  # rows held while sorting by language
 _PART = f"{atomic.PREFIX}corpus-"  # of a corpus that is not complete yet
@@ -63,11 +62,8 @@ class GatherConfig:
     ray: bool = False  # on the nodes of a Ray cluster
 
 
-def gather(
-    config: GatherConfig, progress: Progress | None = None
-) -> tuple[Corpus, list[fetch.Skipped]]:
+def gather(config: GatherConfig, progress: Progress = SILENT) -> tuple[Corpus, list[fetch.Skipped]]:
     """Gather a corpus into `config.out`; what had to be skipped is returned beside it."""
-    progress = progress or Silent()
     if config.tier is None and not config.own:
         raise UserError("nothing to gather: name a tier, or text of your own")
     work = config.out / "work"
@@ -187,7 +183,7 @@ def _sort_by_language(
     for job in jobs:
         for batch in pq.ParquetFile(job.target).iter_batches(_BUFFERED // 5):
             table = pa.Table.from_batches([batch])
-            forced = _stronger(forced, given_splits(_given(table), shares))
+            forced = given_splits(_given(table), shares, forced)
             for language, rows in _by_language(table):
                 buffer.setdefault(language, []).append(rows)
             buffered += table.num_rows
@@ -202,13 +198,6 @@ def _sort_by_language(
 def _given(table: pa.Table) -> Iterable[tuple[str, str]]:
     given = table.filter(pc.not_equal(table["split"], ""))
     return zip(given["english"].to_pylist(), given["split"].to_pylist(), strict=True)
-
-
-def _stronger(mine: dict[int, str], theirs: dict[int, str]) -> dict[int, str]:
-    for mark, split in theirs.items():
-        if mark not in mine or SPLITS.index(split) > SPLITS.index(mine[mark]):
-            mine[mark] = split
-    return mine
 
 
 def _by_language(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
@@ -235,7 +224,9 @@ def _write(
     for result in results:
         dropped.update(result.dropped)
     entries: dict[str, Any] = {}
-    old = _old_folder(config.out)
+    old = ""
+    with contextlib.suppress(UserError, KeyError):
+        old = str(Corpus.open(config.out).manifest["folder"])
     with contextlib.ExitStack() as stack:
         part = Path(tempfile.mkdtemp(prefix=_PART, dir=config.out))
         stack.callback(shutil.rmtree, part, ignore_errors=True)
@@ -270,13 +261,6 @@ def _write(
     return Corpus.open(config.out)
 
 
-def _old_folder(out: Path) -> str:
-    try:
-        return str(Corpus.open(out).manifest["folder"])
-    except (UserError, KeyError):
-        return ""
-
-
 def _write_language(
     part: Path,
     shares: HeldOutShares,
@@ -284,14 +268,11 @@ def _write_language(
     sample: tuple[float, float],
     item: tuple[str, list[Path]],
 ) -> tuple[dict[str, Any], Counter[str]]:
-    language, paths = item
-    dropped = Counter[str]()
-    scratch = paths[0].parent
-    rows = without_duplicates(_LanguageFiles(paths), dropped, scratch)
-    splits = split_language(rows, shares, forced, dropped, scratch, sample)
+    (language, paths), dropped = item, Counter[str]()
+    rows = without_duplicates(_LanguageFiles(paths), dropped)
     written = {
         split: write_rows(kept, part / split / f"{language}.parquet", split)
-        for split, kept in splits.items()
+        for split, kept in split_language(rows, shares, forced, dropped, sample).items()
     }
     return {split: entry for split, entry in written.items() if entry}, dropped
 

@@ -138,13 +138,12 @@ Cells = tuple[str, str, str, str, str]
 
 def _rows(job: CleaningJob, dropped: Counter[str], report: readers.Report) -> Iterator[Cells]:
     if job.own is not None:
-        for pair in user_text.read_own(job.own, report):
-            raw = pair.raw
+        for raw, origin, split in user_text.read_own(job.own, report):
             if job.own.clean:
                 for english, text in clean(raw, dropped):
-                    yield raw.language, text, english, pair.origin, pair.split
+                    yield raw.language, text, english, origin, split
             elif (english := normalise(raw.english)) and (text := normalise(raw.text)):
-                yield raw.language, text, english, pair.origin, pair.split
+                yield raw.language, text, english, origin, split
             else:
                 dropped["empty"] += 1
         return

@@ -12,23 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import pickle
 import re
-import tempfile
-import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from gshard.mt.data.clean import PLACEHOLDER
 from gshard.mt.errors import UserError
 
-SPLITS = ("train", "dev", "test")
-_RANK = {"train": 0, "dev": 1, "test": 2}
+SPLITS = ("train", "dev", "test")  # the stronger one last
 MIN_WORDS, MAX_WORDS = 5, 40  # of a held-out sentence
 
 _NOT_LETTERS = re.compile(r"[\W\d_]+")
@@ -79,13 +74,14 @@ class HeldOutShares:
         return "dev" if place >= 1 - self.dev else "train"
 
 
-def given_splits(rows: Iterable[tuple[str, str]], shares: HeldOutShares) -> dict[int, str]:
-    """The splits that users' files force, from (English, split), by fingerprint.
+def given_splits(
+    rows: Iterable[tuple[str, str]], shares: HeldOutShares, forced: dict[int, str]
+) -> dict[int, str]:
+    """Add to `forced` the splits that users' files force, from (English, split), by fingerprint.
 
     Test is stronger than dev and dev than train. Only what differs from the hash's own answer, or
     holds something out, needs to be remembered.
     """
-    forced: dict[int, str] = {}
     for english, given in rows:
         split = "test" if given == "other" else given
         key = fold(english)
@@ -94,7 +90,7 @@ def given_splits(rows: Iterable[tuple[str, str]], shares: HeldOutShares) -> dict
         if given == "far" or (given == "other" and not fit_to_hold_out(english)):
             continue  # a menu's words, which training text has from elsewhere
         mark = fingerprint(key)
-        if _RANK[split] >= _RANK[forced.get(mark, "train")]:
+        if SPLITS.index(split) >= SPLITS.index(forced.get(mark, "train")):
             forced[mark] = split
     return forced
 
@@ -132,19 +128,19 @@ def split_language(
     shares: HeldOutShares,
     forced: Mapping[int, str],
     dropped: Counter[str],
-    scratch: Path | None = None,
     sample: tuple[float, float] = (1.0, 1.0),
 ) -> dict[str, Iterable[CorpusRow]]:
     """The rows of one language by split; what must not be trained on is dropped and counted.
 
-    Rows to train on wait in the folder `scratch`, and are dropped when they are asked for. With a
-    `sample` (f, p) about f * n**p of n stay.
+    Rows to train on are read again, and dropped, when they are asked for. With a `sample` (f, p)
+    about f * n**p of n stay.
     """
     held = {split: _HeldOutRows(shares.most[split]) for split in ("dev", "test")}
     apart: dict[str, _HeldOutRows] = {}  # of held-out documents and of other domains
     given: dict[str, list[CorpusRow]] = {"dev": [], "test": []}
-    train: Spool[CorpusRow] = Spool(scratch)
+    is_train = bytearray()
     for row in rows:
+        is_train.append(False)
         key = fold(row.english)
         mark = fingerprint(key)
         split = forced.get(mark) or shares.split_of(key)
@@ -161,7 +157,7 @@ def split_language(
         elif row.split and row.split != split:
             dropped["held out elsewhere"] += 1
         elif split == "train":
-            train.append(row)
+            is_train[-1] = True
         elif row.split:
             given[split].append(row)
         elif mark in held[split].marks:
@@ -183,7 +179,8 @@ def split_language(
             chosen = list(_without_sources(chosen, sources, dropped))
         kept[split] = chosen
         sources |= {fingerprint(fold(row.source)) for row in chosen}
-    kept["train"] = _without_sources(_sampled(train, sample, dropped), sources, dropped)
+    train = _sampled(SomeRows(rows, is_train), sample, dropped)
+    kept["train"] = _without_sources(train, sources, dropped)
     return kept
 
 
@@ -191,7 +188,7 @@ _SENTENCE, _PREFERRED = 4, 3.0  # words of what is likely a sentence, and how mu
 
 
 def _sampled(
-    rows: Spool[CorpusRow], sample: tuple[float, float], dropped: Counter[str]
+    rows: SomeRows, sample: tuple[float, float], dropped: Counter[str]
 ) -> Iterator[CorpusRow]:
     """About f * n**p of n rows, sentences rather than labels of buttons, always the same ones."""
     count = int(sample[0] * len(rows) ** sample[1])
@@ -216,106 +213,55 @@ def _without_sources(
             yield row
 
 
-T = TypeVar("T")
-_TOGETHER = 10_000  # records written at once
+@dataclass(frozen=True)
+class SomeRows:
+    """The rows that `kept` has a 1 for, read as often as they are asked for."""
 
-
-class Spool(Generic[T]):
-    """A list on disk, in a file without a name: nothing of it stays when the process ends.
-
-    For records that wait until all of them have been seen.
-    """
-
-    def __init__(self, folder: Path | None = None):
-        self._folder = folder
-        self._file: IO[bytes] | None = None
-        self._last: list[T] = []
-        self._count = 0
+    rows: Iterable[CorpusRow]
+    kept: bytes | bytearray
 
     def __len__(self) -> int:
-        return self._count
+        return sum(self.kept)
 
-    def append(self, record: T) -> None:
-        """Add a record at the end."""
-        self._last.append(record)
-        self._count += 1
-        if len(self._last) == _TOGETHER:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  (`finalize`)
-                weakref.finalize(self, self._file.close)
-            pickle.dump(self._last, self._file, pickle.HIGHEST_PROTOCOL)
-            self._last = []
-
-    def __iter__(self) -> Iterator[T]:
-        """The records in their order; none may be added meanwhile."""
-        if self._file is not None:
-            self._file.seek(0)
-            for _ in range(self._count // _TOGETHER):
-                yield from pickle.load(self._file)
-        yield from self._last
+    def __iter__(self) -> Iterator[CorpusRow]:
+        return itertools.compress(self.rows, self.kept)
 
 
 MAX_VARIANTS = 4
-_AT_ONCE = 500_000  # rows of which the fingerprints are remembered
-
 _LIGHT = re.compile(r"[\s.:…!?,;\"“”'’*。：]+")  # noqa: RUF001
+_UNTRANSLATED, _USUAL, _GIVEN = range(3)
+# Fingerprints of the English and of the pair, and which of the three a row is.
+_MARKS = np.dtype([("english", np.uint64), ("pair", np.uint64), ("kind", np.uint8)])
 
 
-class _Marks(NamedTuple):
-    """The fingerprints of a row: of its English, and of the pair; those of a given split differ."""
-
-    english: int
-    pair: int
-    given: bool
-
-
-def without_duplicates(
-    rows: Iterable[CorpusRow], dropped: Counter[str], scratch: Path | None = None
-) -> Iterator[CorpusRow]:
+def without_duplicates(rows: Iterable[CorpusRow], dropped: Counter[str]) -> SomeRows:
     """Rows without repeated pairs, and with at most four translations of the same English.
 
     Rows with a given split are kept unless they are repeated exactly: the user chose that split.
-    `rows` are read twice, and `scratch` is a folder for temporary files. Fingerprints of rows are
-    written to disk and looked at in several passes, each for some of the English, of which all
-    translations are then together: the memory that grows with a language is a byte for each row.
+    What is remembered of a row is its fingerprints.
     """
-    waiting: Spool[_Marks | None] = Spool(scratch)
-    for row in rows:
-        waiting.append(_marks(row))
-    kept = bytearray(len(waiting))
-    parts = -(-len(waiting) // _AT_ONCE)
-    for part in range(parts):
-        seen: set[int] = set()
-        variants: Counter[int] = Counter()
-        for number, marks in enumerate(waiting):
-            if marks is None:
-                dropped["untranslated"] += part == 0
-            elif marks.english % parts == part:
-                reason = _reason(marks, seen, variants)
-                dropped.update([reason] if reason else ())
-                kept[number] = not reason
-    yield from itertools.compress(rows, kept)
+    marks = np.fromiter(map(_marks, rows), _MARKS)
+    known = np.flatnonzero(marks["kind"] != _UNTRANSLATED)
+    once = np.zeros(len(marks), bool)
+    once[known[np.unique(marks["pair"][known], return_index=True)[1]]] = True
+    usual = np.flatnonzero(once & (marks["kind"] == _USUAL))
+    english = marks["english"][usual]
+    order = np.argsort(english, kind="stable")
+    variant = np.arange(len(order)) - np.searchsorted(english[order], english[order])
+    too_many = usual[order[variant >= MAX_VARIANTS]]
+    dropped["untranslated"] += len(marks) - len(known)
+    dropped["duplicate"] += len(known) - int(once.sum())
+    dropped["more than 4 translations"] += len(too_many)
+    once[too_many] = False
+    return SomeRows(rows, once.tobytes())
 
 
-def _reason(marks: _Marks, seen: set[int], variants: Counter[int]) -> str:
-    """Why a row is dropped, or nothing."""
-    if marks.pair in seen:
-        return "duplicate"
-    seen.add(marks.pair)
-    if marks.given:
-        return ""
-    if variants[marks.english] >= MAX_VARIANTS:
-        return "more than 4 translations"
-    variants[marks.english] += 1
-    return ""
-
-
-def _marks(row: CorpusRow) -> _Marks | None:
-    """What tells a row from others; None for one that is not translated."""
+def _marks(row: CorpusRow) -> tuple[int, int, int]:
+    """What tells a row from others."""
     if row.split:
         mark = fingerprint(f"{row.split}\t{row.english}\t{row.source}")
-        return _Marks(mark, mark, given=True)
+        return mark, mark, _GIVEN
     english, source = (_LIGHT.sub(" ", side.casefold()).strip() for side in row[1::-1])
     if not english or not source or english == source:
-        return None
-    return _Marks(fingerprint(english), fingerprint(f"{english}\t{source}"), given=False)
+        return 0, 0, _UNTRANSLATED
+    return fingerprint(english), fingerprint(f"{english}\t{source}"), _USUAL

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rich.table import Table
 from rich.text import Text
 
-from gshard.mt import atomic
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.data.splits import SPLITS
+from gshard.pages import Chart
+from gshard.pages.curves import lines
 
 
 def language_table(corpus: Corpus, most: int = 0) -> Table:
@@ -72,27 +71,12 @@ def source_table(corpus: Corpus, most: int = 20) -> Table:
     return table
 
 
-def draw_power_law(corpus: Corpus, path: Path) -> None:
+def power_law(corpus: Corpus) -> Chart:
     """Training pairs by language, in the order of their number, both axes logarithmic.
 
     The paper's corpus falls by five powers of ten from the first language to the hundredth.
     """
-    from matplotlib.figure import Figure
-
     counts = [corpus.count(language) for language in corpus.languages]
-    ranks = range(1, len(counts) + 1)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(ranks, counts, marker="o", markersize=3, linewidth=1, color="#2a6f97")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("language, by number of training pairs")
-    axes.set_ylabel("training pairs")
-    axes.set_title(f"{sum(counts):,} pairs of {len(counts)} languages with English")
-    axes.grid(which="both", alpha=0.25)
-    step = max(1, len(counts) // 12)
-    for rank in (*range(1, min(6, len(counts)) + 1), *range(8, len(counts) + 1, step)):
-        label, count = corpus.languages[rank - 1], counts[rank - 1]
-        axes.annotate(label, (rank, count), (0, 6), textcoords="offset points", fontsize=7)
-    with atomic.new_file(path) as part:
-        figure.savefig(part, format="png", dpi=150)
+    points = [(float(rank), float(count)) for rank, count in enumerate(counts, 1)]
+    title = f"{sum(counts):,} pairs of {len(counts)} languages with English"
+    return lines(title, {"pairs": points}, "language, by its pairs", "training pairs", log=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,13 +52,7 @@ class Own:
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-@dataclass(frozen=True)
-class OwnPair:
-    """A pair of the user's text, unchanged."""
-
-    raw: readers.Raw
-    origin: str
-    split: str
+OwnPair = tuple[readers.Raw, str, str]  # a pair of the user's text unchanged, its origin and split
 
 
 def parse_own(kind: str, argument: str, clean: bool = True) -> Own:
@@ -130,7 +125,7 @@ def _read_tsv(own: Own, report: readers.Report) -> Iterator[OwnPair]:
         language = _language(cells[0], f"{path}, line {number}")
         origin = cells[3] if len(cells) == 4 and cells[3] else own.name
         raw = readers.Raw(language, cells[2], cells[1], "sentence")
-        yield OwnPair(raw, origin, own.split)
+        yield raw, origin, own.split
     if not columns:
         raise UserError(f"{path} has no pairs")
 
@@ -154,19 +149,14 @@ def _read_moses(own: Own, report: readers.Report) -> Iterator[OwnPair]:
     """Two files whose lines belong together."""
     foreign, english = (_lines(path) for path in own.paths)
     language = _language(_moses_language(own.paths[0]), str(own.paths[0]))
-    number = 0
-    while True:
-        number += 1
-        mine, theirs = next(foreign, None), next(english, None)
-        if mine is None and theirs is None:
-            break
+    for number, (mine, theirs) in enumerate(itertools.zip_longest(foreign, english)):
         if mine is None or theirs is None:
             short = own.paths[0 if mine is None else 1]
             raise UserError(
-                f"{short} ends after line {number - 1}, and the other does not: the files are "
-                "not aligned"
+                f"{short} ends after line {number}, and the other does not: the files are not "
+                "aligned"
             )
-        yield OwnPair(readers.Raw(language, theirs, mine, "sentence"), own.name, own.split)
+        yield readers.Raw(language, theirs, mine, "sentence"), own.name, own.split
 
 
 def _read_parquet(own: Own, report: readers.Report) -> Iterator[OwnPair]:
@@ -198,7 +188,7 @@ def _read_parquet(own: Own, report: readers.Report) -> Iterator[OwnPair]:
             raw = readers.Raw(
                 language, rows["english"][i] or "", rows["source"][i] or "", "sentence"
             )
-            yield OwnPair(raw, origins[i] or own.name, split)
+            yield raw, origins[i] or own.name, split
 
 
 def _read_catalogs(own: Own, report: readers.Report) -> Iterator[OwnPair]:
@@ -207,7 +197,7 @@ def _read_catalogs(own: Own, report: readers.Report) -> Iterator[OwnPair]:
     found = False
     for raw in readers.read(Files({folder.name: folder}), Reading("catalogs"), report):
         found = True
-        yield OwnPair(raw, own.name, own.split)
+        yield raw, own.name, own.split
     if not found:
         raise UserError(f"{folder} holds no catalog (.mo, .po or .qm) of a language we know")
 

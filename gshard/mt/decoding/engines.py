@@ -16,16 +16,7 @@ from gshard.mt.config import DeviceConfig
 from gshard.mt.decoding.texts import TextTranslator, TranslateConfig
 from gshard.mt.errors import UserError, one_of
 from gshard.mt.launch.environment import Hosts
-from gshard.mt.training.weights import (
-    WEIGHTS,
-    Quantized,
-    WeightsFile,
-    is_release,
-    not_finite,
-    opened_release,
-    quantize,
-    summed_axes,
-)
+from gshard.mt.training import weights as files
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.host.translator import Load
@@ -69,7 +60,11 @@ def open_translator(
     if on_host(engine, devices, members):
         return _host_translator(run, which, config, broadcast, engine)
 
+    import jax
+
     from gshard.mt import hosts
+    from gshard.mt.decoding.translator import Translator
+    from gshard.mt.training.loading import in_int8, load_model, model_like
 
     settings = {
         "--devices": devices, "--checkpoint": which, "--weights": engine.numbers,
@@ -80,7 +75,20 @@ def open_translator(
     if on_host(engine, devices, members, started=True):
         return _host_translator(run, which, config, broadcast, engine)
     hosts.cache_programs()
-    return _compiled_translator(run, which, config, devices, broadcast, engine)
+    strategy, dims = hosts.strategy(DeviceConfig(devices)), run.model_config
+    if engine.numbers == "float32":
+        raise UserError("--weights float32 is for --engine onnx; --engine xla has int8")
+    if engine.numbers and strategy.devices > 1:
+        raise UserError(
+            f"--weights {engine.numbers} is for one device, and there are {strategy.devices}; "
+            "--devices 1 takes one"
+        )
+    if engine.numbers and jax.default_backend() != "cpu":
+        dims = replace(dims, dtype="bfloat16")  # which matrix units take, beside 8 bits
+    model, step = load_model(run, which, model_like(dims, strategy))
+    if engine.numbers:
+        model = in_int8(model)
+    return Translator(model, run.tokenizer, strategy, config, broadcast=broadcast), step
 
 
 def on_host(
@@ -101,36 +109,6 @@ def on_host(
     import jax
 
     return jax.default_backend() == "cpu"
-
-
-def _compiled_translator(
-    run: Run,
-    which: str,
-    config: TranslateConfig,
-    devices: int,
-    broadcast: Broadcast | None,
-    engine: EngineConfig,
-) -> tuple[TextTranslator, int]:
-    import jax
-
-    from gshard.mt import hosts
-    from gshard.mt.decoding.translator import Translator
-    from gshard.mt.training.loading import in_int8, load_model, model_like
-
-    strategy, dims = hosts.strategy(DeviceConfig(devices)), run.model_config
-    if engine.numbers == "float32":
-        raise UserError("--weights float32 is for --engine onnx; --engine xla has int8")
-    if engine.numbers and strategy.devices > 1:
-        raise UserError(
-            f"--weights {engine.numbers} is for one device, and there are {strategy.devices}; "
-            "--devices 1 takes one"
-        )
-    if engine.numbers and jax.default_backend() != "cpu":
-        dims = replace(dims, dtype="bfloat16")  # which matrix units take, beside 8 bits
-    model, step = load_model(run, which, model_like(dims, strategy))
-    if engine.numbers:
-        model = in_int8(model)
-    return Translator(model, run.tokenizer, strategy, config, broadcast=broadcast), step
 
 
 def _not_on_host(devices: int, members: Hosts) -> str:
@@ -169,16 +147,16 @@ def _host_translator(
     load, weights, step = _weights(run, which)
     numbers = engine.numbers
 
-    def converted(name: str) -> np.ndarray | Quantized:
-        found, axes = load(name), summed_axes(name)
-        some = found.scale if isinstance(found, Quantized) else found  # integers are finite
+    def converted(name: str) -> np.ndarray | files.Quantized:
+        found, axes = load(name), files.summed_axes(name)
+        some = found.scale if isinstance(found, files.Quantized) else found  # integers are finite
         if not np.isfinite(some).all():
-            raise UserError(not_finite(run, name))
-        if numbers == "int8" and axes and not isinstance(found, Quantized):
-            return quantize(found, axes)
-        if numbers == "float32" and isinstance(found, Quantized):
+            raise UserError(files.not_finite(run, name))
+        if numbers == "int8" and axes and not isinstance(found, files.Quantized):
+            return files.quantize(found, axes)
+        if numbers == "float32" and isinstance(found, files.Quantized):
             return found.dequantized()
-        return found if isinstance(found, Quantized) else found.astype(np.float32, copy=False)
+        return found if isinstance(found, files.Quantized) else found.astype(np.float32, copy=False)
 
     model = HostModel(run.model_config, converted, weights)
     return HostTranslator(model, run.tokenizer, config, broadcast), step
@@ -186,7 +164,7 @@ def _host_translator(
 
 def _weights(run: Run, which: str) -> tuple[Load, int, int]:
     """The weights by name as they are stored, how many there are, and their step."""
-    if not is_release(run) or which == "untrained":
+    if not files.is_release(run) or which == "untrained":
         from gshard.mt.training.loading import load_model
         from gshard.mt.training.weights import named
 
@@ -194,6 +172,6 @@ def _weights(run: Run, which: str) -> tuple[Load, int, int]:
         arrays = named(model)
         count = sum(leaf.size for leaf in arrays.values())
         return lambda name: np.asarray(arrays[name]), count, step
-    step = opened_release(run, which)
-    weights = WeightsFile(run.folder / WEIGHTS)
+    step = files.opened_release(run, which)
+    weights = files.WeightsFile(run.folder / files.WEIGHTS)
     return weights.stored, sum(map(math.prod, weights.shapes.values())), step

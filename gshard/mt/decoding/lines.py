@@ -67,15 +67,10 @@ class TextLines:
     ) -> Iterator[list[str]]:
         text = _Decoder(self.name, self.encoding)
         ready: list[str] = []
-        size = 0
         unfinished: list[str] = []  # the parts of a line whose end has not come yet
-        held = 0  # characters of these
-        while True:
-            while len(ready) >= lines or size >= characters:
-                now, ready = ready[:lines], ready[lines:]
-                size = sum(map(len, ready))
-                lines = min(2 * lines, most)
-                yield now
+        size = held = 0  # characters of both
+        raw = b"\n"
+        while raw:
             if ready and not _something_to_read(descriptor):
                 yield ready
                 ready, size = [], 0
@@ -89,14 +84,13 @@ class TextLines:
                 ready.append("".join(unfinished).removesuffix("\r"))
                 size += len(ready[-1])
                 unfinished = [start]
-            if not raw:
-                break
-        if last := "".join(unfinished).removesuffix("\r"):
-            ready.append(last)
-        while ready:
-            now, ready = ready[:lines], ready[lines:]
-            lines = min(2 * lines, most)
-            yield now
+            if not raw and (last := "".join(unfinished).removesuffix("\r")):
+                ready.append(last)
+            while len(ready) >= lines or size >= characters or (ready and not raw):
+                now, ready = ready[:lines], ready[lines:]
+                size = sum(map(len, ready))
+                lines = min(2 * lines, most)
+                yield now
 
     def _open(self) -> int:
         assert self.path is not None

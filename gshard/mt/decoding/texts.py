@@ -18,7 +18,7 @@ from gshard.mt.broadcast import Broadcast
 from gshard.mt.decoding.search import BeamConfig, Translations
 from gshard.mt.decoding.segment import cut, cut_sentences
 from gshard.mt.errors import UserError, nearest
-from gshard.mt.progress import Progress, Silent
+from gshard.mt.progress import SILENT, Progress
 from gshard.nn.config import TransformerConfig
 
 MOST = 1 << 16  # hypotheses of a sentence, sentences in a batch: more than any device holds
@@ -163,7 +163,7 @@ class TextTranslator(abc.ABC):
         self,
         texts: Sequence[str],
         target: str = "en",
-        progress: Progress | None = None,
+        progress: Progress = SILENT,
         source: str = "",
     ) -> list[list[Hypothesis]]:
         """For each text, in order, its best translations, the best one first.
@@ -176,7 +176,7 @@ class TextTranslator(abc.ABC):
         distinct = list(dict.fromkeys(piece for pieces in cuts for piece in pieces))
         jobs = self._jobs(distinct, target, source)
         found: dict[str, list[Hypothesis]] = {}
-        step = (progress or Silent()).stage("translate", len(jobs))
+        step = progress.stage("translate", len(jobs))
         for batch in self._batches(jobs):
             hypotheses = self._search(batch, target)
             found.update(zip((job.piece for job in batch), hypotheses, strict=True))
@@ -311,42 +311,28 @@ def joined(pieces: Sequence[Sequence[Hypothesis]], target: str) -> list[Hypothes
     return joined
 
 
-@dataclass(frozen=True)
-class TokenRoute:
-    """One token: its piece, and for each MoE layer its (expert, weight), the first choice first."""
-
-    piece: str
-    layers: tuple[tuple[tuple[int, float], ...], ...]
-
-
-@dataclass(frozen=True)
-class TokenRoutes:
-    """The tokens of both sides. A token of the output has the experts that produced it."""
-
-    source: tuple[TokenRoute, ...]
-    output: tuple[TokenRoute, ...]
-
-
 def routes(
-    translator: TextTranslator, piece: str, best: Hypothesis, target: str = "en", source: str = ""
-) -> TokenRoutes:
-    """The experts of a piece of text and of its translation, as the search ran them."""
+    translator: TextTranslator, piece: str, best: Hypothesis, target: str, source: str = ""
+) -> dict[str, list[dict[str, Any]]]:
+    """The experts of a piece of text and of its translation, as the search ran them.
+
+    Each token of the `source` and the `output` has its `piece`, and for each MoE layer in `layers`
+    its experts with their weights, the first choice first. A token of the output has the experts
+    that produced it.
+    """
     tokenizer, config = translator.tokenizer, translator.config
     (ids,) = tokenizer.encode_source([piece], target, source)
     ids = ids[: config.longest]
     tokens = best.tokens[: config.search(config.shape(len(ids))).max_length]
     found = translator.routings(ids, tokens)
-    return TokenRoutes(
-        _routes(tokenizer.spell_source(ids), found.encoder),
-        _routes(tokenizer.spell_target(tokens), found.decoder),
-    )
+    return {
+        "source": _routes(tokenizer.spell_source(ids), found.encoder),
+        "output": _routes(tokenizer.spell_target(tokens), found.decoder),
+    }
 
 
-def _routes(pieces: Sequence[str], layers: Sequence[Choices]) -> tuple[TokenRoute, ...]:
-    def at(t: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-        return tuple(
-            tuple(zip(each.expert[:, t].tolist(), each.weight[:, t].tolist(), strict=True))
-            for each in layers
-        )
+def _routes(pieces: Sequence[str], layers: Sequence[Choices]) -> list[dict[str, Any]]:
+    def at(each: Choices, t: int) -> list[tuple[int, float]]:
+        return list(zip(each.expert[:, t].tolist(), each.weight[:, t].tolist(), strict=True))
 
-    return tuple(TokenRoute(piece, at(t)) for t, piece in enumerate(pieces))
+    return [{"piece": p, "layers": [at(x, t) for x in layers]} for t, p in enumerate(pieces)]

@@ -26,15 +26,7 @@ from jax import Array
 import gshard
 from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
 from gshard.mt.broadcast import Broadcast
-from gshard.mt.decoding.search import (
-    BeamConfig,
-    Continuations,
-    FlatSearch,
-    Library,
-    Live,
-    SearchState,
-    Translations,
-)
+from gshard.mt.decoding import search as flat
 from gshard.mt.decoding.texts import Choices, Routings, TextTranslator, TranslateConfig
 from gshard.nn.config import Batch
 from gshard.nn.gating import Routing
@@ -47,10 +39,10 @@ _SPAN = 128  # tokens among which one may be the best
 def beam_search(
     model: Transformer,
     source_BL: Array,
-    config: BeamConfig,
+    config: flat.BeamConfig,
     strategy: Strategy = ONE_DEVICE,
     forced: Array | None = None,
-) -> Translations:
+) -> flat.Translations:
     """Translate sentences of any number and length, each padded with PAD at the end.
 
     To be called under `jax.jit`, or under `gshard.jit` with the strategy of training: the batch is
@@ -67,7 +59,7 @@ def beam_search(
     )
     B, K, T = len(source_BL), config.beam, config.max_length
 
-    def step(t: Array, live: Live, cache: Caches) -> tuple[Continuations, Caches]:
+    def step(t: Array, live: flat.Live, cache: Caches) -> tuple[flat.Continuations, Caches]:
         logits_BKV, cache = model.decode_step(
             live.tokens,
             jnp.broadcast_to(t, live.tokens.shape),
@@ -79,15 +71,19 @@ def beam_search(
         )
         return continuations(live, logits_BKV, config), cache
 
-    search = FlatSearch(config, JAX, step, forced)
+    search = flat.FlatSearch(config, JAX, step, forced)
     beams = search.start(jnp.any(real_BL, axis=1), jnp.full(B, T, jnp.int32))
     beams = jax.tree.map(strategy.groups, beams)
-    first = SearchState(jnp.asarray(0, jnp.int32), beams, model.start_decoding(memory_BLM, K * T))
+    first = flat.SearchState(
+        jnp.asarray(0, jnp.int32), beams, model.start_decoding(memory_BLM, K * T)
+    )
     final = jax.lax.while_loop(lambda s: ~jnp.all(s.beams.done), search.advance, first)
     return search.found(final)
 
 
-def continuations(live: Live, logits_BKV: Array, config: BeamConfig) -> Continuations:
+def continuations(
+    live: flat.Live, logits_BKV: Array, config: flat.BeamConfig
+) -> flat.Continuations:
     """The tokens of the K spans of the vocabulary in which the K best continuations are.
 
     The vocabulary is read once to find the spans whose own best are the best: instead of all
@@ -115,7 +111,7 @@ def continuations(live: Live, logits_BKV: Array, config: BeamConfig) -> Continua
     theirs = (_take(x, chosen_BK // S) for x in known)
     scores_BKC = jnp.where(allowed_SC[chosen_BK % S], _scores(found_BKC, *theirs), -jnp.inf)
     places_BKC = chosen_BK[:, :, None] * C + jnp.arange(C)
-    return Continuations(scores_BKC.reshape(B, -1), places_BKC.reshape(B, -1), ends_BK, V)
+    return flat.Continuations(scores_BKC.reshape(B, -1), places_BKC.reshape(B, -1), ends_BK, V)
 
 
 def _scores(logits: Array, before: Array, top: Array, log_z: Array) -> Array:
@@ -129,7 +125,7 @@ def _take(x_BX: Array, index_BK: Array) -> Array:
     return jnp.take_along_axis(x_BX, index, axis=1)
 
 
-JAX = Library(jnp, jax.lax.top_k, _take)
+JAX = flat.Library(jnp, jax.lax.top_k, _take)
 
 
 class Translator(TextTranslator):
@@ -182,7 +178,7 @@ class Translator(TextTranslator):
                     self._with_weights[name, shapes] = functools.partial(program, self._model)
         return self._with_weights[name, shapes]
 
-    def search_program(self, rows: int, length: int) -> Callable[..., Translations]:
+    def search_program(self, rows: int, length: int) -> Callable[..., flat.Translations]:
         """Beam search of `rows` sentences of `length` tokens."""
         return self.compiled("search", self._search_of(length), *self._shapes(rows, length))
 
@@ -235,18 +231,18 @@ class Translator(TextTranslator):
         arrays = (np.zeros(shape, np.int32) for shape in self._shapes(rows, length))
         return jitted.lower(self._model, *arrays)
 
-    def _search_of(self, length: int) -> Callable[..., Translations]:
+    def _search_of(self, length: int) -> Callable[..., flat.Translations]:
         config, strategy = self.beam(length), self.strategy
 
         def search(
             model: Transformer, source_BL: Array, forced: Array | None = None
-        ) -> Translations:
+        ) -> flat.Translations:
             found = beam_search(model, source_BL, config, strategy, forced)
             return jax.tree.map(strategy.replicated, found) if self._told_to_all else found
 
         return search
 
-    def search(self, source: np.ndarray, forced: np.ndarray | None = None) -> Translations:
+    def search(self, source: np.ndarray, forced: np.ndarray | None = None) -> flat.Translations:
         """The n-best lists of a batch of tokens, on the host; all processes have to call this."""
         arrays = (source,) if forced is None else (source, forced)
         return jax.tree.map(np.asarray, self.search_program(*source.shape)(*arrays))

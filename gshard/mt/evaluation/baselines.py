@@ -22,34 +22,13 @@ from gshard.mt.batching.batches import BatchConfig, Batches
 from gshard.mt.batching.packing import Arrays
 from gshard.mt.batching.tokens import TaskTokens
 from gshard.mt.errors import UserError
+from gshard.mt.evaluation import baseline_plan as plans
+from gshard.mt.evaluation import evaluate
+from gshard.mt.evaluation import store as stored
 from gshard.mt.evaluation.baseline_group import GroupState, compiled_group, model_of
-from gshard.mt.evaluation.baseline_plan import (
-    Baseline,
-    BaselineConfig,
-    baseline_groups,
-    plan_baselines,
-    room_for,
-)
-from gshard.mt.evaluation.evaluate import (
-    EvaluateConfig,
-    digest_of,
-    results_of,
-    task_scores,
-    weights_of,
-)
 from gshard.mt.evaluation.scores import resource_groups
-from gshard.mt.evaluation.store import (
-    AnyTranslator,
-    HeldOut,
-    Store,
-    Translation,
-    folder_of,
-    held_out,
-    tasks_of,
-    translate_all,
-)
 from gshard.mt.evaluation.systems import batches_of
-from gshard.mt.progress import Advance, Progress, Silent
+from gshard.mt.progress import SILENT, Advance, Progress
 from gshard.mt.training.weights import named, unnamed
 from gshard.nn.transformer import Transformer
 
@@ -62,13 +41,12 @@ _DEV_BATCHES = 16
 
 def train_baselines(
     run: Run,
-    wanted: Sequence[Baseline],
-    config: BaselineConfig,
+    wanted: Sequence[plans.Baseline],
+    config: plans.BaselineConfig,
     devices: Sequence[jax.Device] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> None:
     """Train those that are not there yet, group by group, each on its own text."""
-    progress = progress or Silent()
     devices = list(jax.devices()[:1] if devices is None else devices)
     missing = [baseline for baseline in wanted if read_note(run.folder, baseline) is None]
     groups = groups_of(run, missing, config, devices)
@@ -80,23 +58,23 @@ def train_baselines(
 
 def groups_of(
     run: Run,
-    wanted: Sequence[Baseline],
-    config: BaselineConfig,
+    wanted: Sequence[plans.Baseline],
+    config: plans.BaselineConfig,
     devices: Sequence[jax.Device],
-) -> list[list[Baseline]]:
+) -> list[list[plans.Baseline]]:
     """Which models are trained side by side: as many as are allowed and fit the devices."""
     lengths = (run.config.batch.source_length, run.config.batch.target_length)
 
-    def room(baseline: Baseline) -> int:
-        return min(config.models, room_for(baseline, lengths, devices, config.training))
+    def room(baseline: plans.Baseline) -> int:
+        return min(config.models, plans.room_for(baseline, lengths, devices, config.training))
 
-    return baseline_groups(wanted, room)
+    return plans.baseline_groups(wanted, room)
 
 
 def _train_group(
     run: Run,
-    group: Sequence[Baseline],
-    config: BaselineConfig,
+    group: Sequence[plans.Baseline],
+    config: plans.BaselineConfig,
     devices: Sequence[jax.Device],
     tell: Advance,
 ) -> None:
@@ -140,8 +118,8 @@ def _train_group(
             "dev_nll": float(nll_N[i]),
             "seconds": round(seconds / len(group), 1),
             "limit": baseline.limit,
-            "system": digest_of(model, run.tokenizer.digest),
-            "weights": weights_of(model),
+            "system": evaluate.digest_of(model, run.tokenizer.digest),
+            "weights": evaluate.weights_of(model),
         }
         with atomic.new_folder(_place(run.folder, baseline)) as part:
             write_tree(part / "weights.npz", model)
@@ -156,15 +134,14 @@ def dev_batches(dev: TaskTokens, rows: int, lengths: tuple[int, int]) -> list[Ar
 
 def evaluate_baselines(
     run: Run,
-    evaluation: EvaluateConfig,
-    config: BaselineConfig,
-    open_translator: Callable[[Transformer], AnyTranslator],
+    evaluation: evaluate.EvaluateConfig,
+    config: plans.BaselineConfig,
+    open_translator: Callable[[Transformer], stored.AnyTranslator],
     devices: Sequence[jax.Device] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Train what is missing, measure all on the sentences of `evaluation`: `baselines.json`."""
     began = time.monotonic()
-    progress = progress or Silent()
     found = translate_baselines(run, evaluation, config, open_translator, devices, progress)
     groups = resource_groups(run.corpus, run.tokenizer.config.languages)
     step = progress.stage("score baselines", len(found))
@@ -175,50 +152,49 @@ def evaluate_baselines(
             "group": groups[held.task.foreign],
             **{name: note[name] for name in kept},
             "train_seconds": note["seconds"],
-            **task_scores(held, translations),
+            **evaluate.task_scores(held, translations),
         }
         step(str(held.task))
     allowed = {"steps_allowed": config.steps, "vocabulary": "the run's own"}
-    result = results_of(run, evaluation, measured, began) | allowed
+    result = evaluate.results_of(run, evaluation, measured, began) | allowed
     atomic.write_json(run.folder / BASELINES, result)
     return result
 
 
 def translate_baselines(
     run: Run,
-    evaluation: EvaluateConfig,
-    config: BaselineConfig,
-    open_translator: Callable[[Transformer], AnyTranslator],
+    evaluation: evaluate.EvaluateConfig,
+    config: plans.BaselineConfig,
+    open_translator: Callable[[Transformer], stored.AnyTranslator],
     devices: Sequence[jax.Device] | None = None,
-    progress: Progress | None = None,
-) -> list[tuple[HeldOut, dict[str, Any], list[Translation]]]:
+    progress: Progress = SILENT,
+) -> list[tuple[stored.HeldOut, dict[str, Any], list[stored.Translation]]]:
     """Train what is missing; for each task its sentences, its baseline's note and translations.
 
     Weights are read only where translations are missing.
     """
-    progress = progress or Silent()
-    tasks = tasks_of(run.tokenizer, evaluation.languages)
-    sets = held_out(run.corpus, tasks, evaluation.split, evaluation.sentences)
-    wanted = plan_baselines(run, [held.task for held in sets], config)
+    tasks = stored.tasks_of(run.tokenizer, evaluation.languages)
+    sets = stored.held_out(run.corpus, tasks, evaluation.split, evaluation.sentences)
+    wanted = plans.plan_baselines(run, [held.task for held in sets], config)
     train_baselines(run, wanted, config, devices, progress)
     step = progress.stage("translate with baselines", len(sets))
     found = []
     search = (evaluation.split, evaluation.beam, evaluation.alpha)
     for held, baseline in zip(sets, wanted, strict=True):
         note = read_note(run.folder, baseline) or {}
-        place = folder_of(run.folder, f"baseline-{held.task}", *search)
-        store = Store(place, {"weights": note["system"]})
+        place = stored.folder_of(run.folder, f"baseline-{held.task}", *search)
+        store = stored.Store(place, {"weights": note["system"]})
 
-        def translator(baseline: Baseline = baseline) -> AnyTranslator:
+        def translator(baseline: plans.Baseline = baseline) -> stored.AnyTranslator:
             return open_translator(read_model(run.folder, baseline))
 
-        translations = translate_all(store, [held], translator, rows=evaluation.rows)
+        translations = stored.translate_all(store, [held], translator, rows=evaluation.rows)
         found.append((held, note, translations[str(held.task)]))
         step(str(held.task))
     return found
 
 
-def read_model(run: Path, baseline: Baseline) -> Transformer:
+def read_model(run: Path, baseline: plans.Baseline) -> Transformer:
     """The weights of a baseline that is there."""
     shapes = jax.eval_shape(lambda: Transformer(baseline.model, jax.random.key(0)))
     model = read_tree(_place(run, baseline) / "weights.npz", shapes)
@@ -227,7 +203,7 @@ def read_model(run: Path, baseline: Baseline) -> Transformer:
     return model
 
 
-def read_note(run: Path, baseline: Baseline) -> dict[str, Any] | None:
+def read_note(run: Path, baseline: plans.Baseline) -> dict[str, Any] | None:
     """What is known of a finished baseline; None if it was trained otherwise, or not at all."""
     note = atomic.known_object(_place(run, baseline) / "note.json") or {}
     # Older notes name no system: their baselines are trained again.
@@ -255,5 +231,5 @@ def read_tree(path: Path, like: Any) -> Any:
     return unnamed(arrays, like)
 
 
-def _place(run: Path, baseline: Baseline) -> Path:
+def _place(run: Path, baseline: plans.Baseline) -> Path:
     return run / "baselines" / str(baseline.task)

@@ -13,7 +13,7 @@ import math
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,25 +21,9 @@ from gshard.mt import atomic
 from gshard.mt.data.splits import fingerprint
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation import copier
-from gshard.mt.evaluation.scores import (
-    FEW,
-    averages,
-    by_test,
-    resource_groups,
-    score,
-    sentence_chrf,
-)
-from gshard.mt.evaluation.store import (
-    AnyTranslator,
-    HeldOut,
-    Store,
-    Translation,
-    folder_of,
-    held_out,
-    tasks_of,
-    translate_all,
-)
-from gshard.mt.progress import Progress, Silent
+from gshard.mt.evaluation import scores as scoring
+from gshard.mt.evaluation import store as stored
+from gshard.mt.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.texts import TranslateConfig
@@ -89,8 +73,8 @@ class System:
     step: int
     digest: str  # equal only for equal weights and vocabularies
     weights: int
-    translator: Callable[[], AnyTranslator]
-    loads: Callable[[Sequence[HeldOut], Progress], Mapping[str, Any]] | None = None
+    translator: Callable[[], stored.AnyTranslator]
+    loads: Callable[[Sequence[stored.HeldOut], Progress], Mapping[str, Any]] | None = None
     numbers: str = ""  # those that its weights were rounded to
 
 
@@ -98,7 +82,7 @@ def evaluate(
     run: Run,
     config: EvaluateConfig,
     open_system: Callable[[str], System],
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     open_rounded: Callable[[System], System] | None = None,
 ) -> dict[str, Any]:
     """Measure the run and write `evaluation.json`; stored translations are used again.
@@ -106,23 +90,22 @@ def evaluate(
     `open_rounded` makes the same system with its weights rounded, to measure that too.
     """
     began = time.monotonic()
-    progress = progress or Silent()
-    tasks = tasks_of(run.tokenizer, config.languages)
-    sets = held_out(run.corpus, tasks, config.split, config.sentences)
+    tasks = stored.tasks_of(run.tokenizer, config.languages)
+    sets = stored.held_out(run.corpus, tasks, config.split, config.sentences)
     system = open_system(config.checkpoint)
     store, found = translations(run.folder, system, config, sets, progress)
-    fresh: dict[str, list[Translation]] = {}
+    fresh: dict[str, list[stored.Translation]] = {}
     if config.untrained:
         _, fresh = translations(
             run.folder, open_system("untrained"), config, sets, progress, "untrained"
         )
 
-    rounded: dict[str, list[Translation]] = {}
+    rounded: dict[str, list[stored.Translation]] = {}
     other = open_rounded(system) if open_rounded else None
     if other is not None:
         _, rounded = translations(run.folder, other, config, sets, progress, other.numbers)
 
-    groups = resource_groups(run.corpus, run.tokenizer.config.languages)
+    groups = scoring.resource_groups(run.corpus, run.tokenizer.config.languages)
     step = progress.stage("score", len(sets))
     measured: dict[str, dict[str, Any]] = {}
     for held in sets:
@@ -159,33 +142,28 @@ def results_of(
         "seconds": round(time.monotonic() - began, 1),
         "signatures": signatures(measured),
         "tasks": measured,
-        "averages": averages(measured),
-        "tests": by_test(measured),
+        "averages": scoring.averages(measured),
+        "tests": scoring.by_test(measured),
     }
 
 
 def task_scores(
-    held: HeldOut,
-    found: Sequence[Translation],
+    held: stored.HeldOut,
+    found: Sequence[stored.Translation],
     others: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
 ) -> dict[str, Any]:
     """The scores of one task, of copying its source and of other systems, and those by test."""
     target = held.task.target
     texts = [s.text for s in found]
-    scores = score(texts, held.references, target)
+    scores = scoring.score(texts, held.references, target)
     measured: dict[str, Any] = {
         "language": held.task.foreign,
         "target": target,
         "sentences": len(held),
         "train_pairs": held.train_pairs,
-        "bleu": scores.bleu,
-        "chrf": scores.chrf,
-        "bleu_signature": scores.bleu_signature,
-        "chrf_signature": scores.chrf_signature,
+        **{name: value for name, value in asdict(scores).items() if value not in (None, "")},
     }
-    if scores.spbleu is not None:
-        measured |= {"spbleu": scores.spbleu, "spbleu_signature": scores.spbleu_signature}
-    if len(held) < FEW:
+    if len(held) < scoring.FEW:
         measured["few"] = True
     measured |= _scored(held, {"copy": held.sources, **others}, range(len(held)))
     places: dict[str, list[int]] = {}
@@ -195,7 +173,7 @@ def task_scores(
     measured["tests"] = {
         test: {
             "sentences": len(mine),
-            **({"few": True} if len(mine) < FEW else {}),
+            **({"few": True} if len(mine) < scoring.FEW else {}),
             **_scored(held, outputs, mine),
         }
         for test, mine in places.items()
@@ -204,13 +182,13 @@ def task_scores(
 
 
 def _scored(
-    held: HeldOut, outputs: Mapping[str, Sequence[str]], places: Sequence[int]
+    held: stored.HeldOut, outputs: Mapping[str, Sequence[str]], places: Sequence[int]
 ) -> dict[str, float]:
     """The scores of some sentences by several systems, each under its name."""
     references = [held.references[place] for place in places]
     found: dict[str, float] = {}
     for name, texts in outputs.items():
-        scores = score([texts[place] for place in places], references, held.task.target)
+        scores = scoring.score([texts[place] for place in places], references, held.task.target)
         prefix = f"{name}_" if name else ""
         found |= {f"{prefix}bleu": scores.bleu, f"{prefix}chrf": scores.chrf}
     return found
@@ -227,7 +205,7 @@ def signatures(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def examples(
-    held: HeldOut, found: Mapping[str, Sequence[Translation]], count: int
+    held: stored.HeldOut, found: Mapping[str, Sequence[stored.Translation]], count: int
 ) -> list[dict[str, Any]]:
     """`count` sentences of a task to read: always the same ones, chosen by their hash."""
     ranked = sorted(range(len(held)), key=lambda i: (fingerprint(held.sources[i]), i))
@@ -242,7 +220,7 @@ def examples(
                 "reference": held.references[i],
                 "translation": translation.text,
                 "score": round(translation.score, 4) if finite else None,
-                "chrf": round(sentence_chrf(translation.text, held.references[i]), 2),
+                "chrf": round(scoring.sentence_chrf(translation.text, held.references[i]), 2),
             }
         )
     return shown
@@ -298,19 +276,19 @@ def translations(
     folder: Path,
     system: System,
     config: EvaluateConfig,
-    sets: Sequence[HeldOut],
+    sets: Sequence[stored.HeldOut],
     progress: Progress,
     stage: str = "translate",
-) -> tuple[Store, dict[str, list[Translation]]]:
+) -> tuple[stored.Store, dict[str, list[stored.Translation]]]:
     """What a system makes of every set, and where that is kept."""
     name = "-".join(filter(None, (f"step-{system.step}", system.numbers)))
-    place = folder_of(folder, name, config.split, config.beam, config.alpha)
-    store = Store(place, {"weights": system.digest})
-    return store, translate_all(store, sets, system.translator, progress, stage, config.rows)
+    place = stored.folder_of(folder, name, config.split, config.beam, config.alpha)
+    store = stored.Store(place, {"weights": system.digest})
+    return store, stored.translate_all(store, sets, system.translator, progress, stage, config.rows)
 
 
 def loads_of(
-    folder: Path, system: System, sets: Sequence[HeldOut], progress: Progress
+    folder: Path, system: System, sets: Sequence[stored.HeldOut], progress: Progress
 ) -> Mapping[str, Any]:
     """The expert loads, counted once for each choice of sentences."""
     if system.loads is None:

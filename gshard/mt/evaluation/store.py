@@ -26,7 +26,7 @@ from gshard.mt.batching.tokenizer import Task, Tokenizer
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.data.splits import SPLITS, fingerprint
 from gshard.mt.errors import UserError, nearest
-from gshard.mt.progress import Progress, Silent
+from gshard.mt.progress import SILENT, Progress
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def translate_all(
     store: Store,
     sets: Sequence[HeldOut],
     open_translator: Callable[[], AnyTranslator],
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     stage: str = "translate",
     rows: int = 0,
 ) -> dict[str, list[Translation]]:
@@ -201,7 +201,7 @@ def translate_all(
         size = max(CHUNK, rows)  # of a translator that takes so many at a time
         chunks += [(target, ordered[i : i + size]) for i in range(0, len(ordered), size)]
     if chunks:
-        step = (progress or Silent()).stage(stage, len(chunks))
+        step = progress.stage(stage, len(chunks))
         translator = open_translator()
         done, total = 0, sum(len(chunk) for _, chunk in chunks)
         for target, chunk in chunks:

@@ -32,7 +32,7 @@ from gshard.mt.errors import UserError
 from gshard.mt.evaluation.evaluate import EvaluateConfig, System, digest_of, search_of, weights_of
 from gshard.mt.evaluation.store import AnyTranslator, HeldOut
 from gshard.mt.launch.environment import Hosts
-from gshard.mt.progress import Progress, Silent
+from gshard.mt.progress import SILENT, Progress
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model, model_like
 from gshard.nn.config import Batch
@@ -51,7 +51,7 @@ def expert_loads(
     sets: Sequence[HeldOut],
     lengths: tuple[int, int],
     strategy: Strategy = ONE_DEVICE,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     routed: Routed | None = None,
 ) -> Mapping[str, Loads]:
     """Shares of all choices by expert, in the encoder and the decoder; {} for a dense model.
@@ -63,7 +63,7 @@ def expert_loads(
         return {}
     rows = -(-_ROWS // strategy.devices) * strategy.devices
     routed = routed or functools.partial(routing(strategy), model)
-    step = (progress or Silent()).stage("expert loads", len(sets))
+    step = progress.stage("expert loads", len(sets))
     loads: dict[str, Loads] = {}
     for held in sets:
         tokens = in_memory(tokenizer, held.task, held.sources, held.references)

@@ -298,6 +298,8 @@ def layers_of(pairs: Any, stacked: bool) -> Iterator[Any]:
 def inexpressible(config: TransformerConfig) -> str:
     """Why a model has no form in other tools' layouts, or ""."""
     c = config
+    if c.biases or c.first_position or c.experts_every != 2:
+        return "it was imported (model.biases, model.first_position, model.experts_every)"
     if not c.heads * c.key_dim == c.heads * c.value_dim == c.model_dim:
         return (
             f"its heads have {c.key_dim} and {c.value_dim} numbers for keys and values, and the "

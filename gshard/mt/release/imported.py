@@ -37,16 +37,7 @@ from gshard.mt.release.imported_files import (
     symbols,
 )
 from gshard.mt.run import CONFIG
-from gshard.mt.training.weights import (
-    VOCABULARY,
-    WEIGHTS,
-    WeightsFile,
-    named,
-    unnamed,
-    verified_in,
-    write_checksums,
-    write_weights,
-)
+from gshard.mt.training import weights as files
 from gshard.nn.config import GatingConfig, TransformerConfig
 from gshard.nn.transformer import Transformer
 
@@ -64,9 +55,9 @@ def read_checkpoint(folder: Path) -> Transformer:
     like = eqx.filter_eval_shape(Transformer, config, jax.random.key(0))
     arrays = {
         name: jnp.asarray(_padded(name, found[name], leaf.shape))
-        for name, leaf in named(like).items()
+        for name, leaf in files.named(like).items()
     }
-    return unnamed(arrays, like)
+    return files.unnamed(arrays, like)
 
 
 def import_model(folder: Path, out: Path) -> Transformer:
@@ -88,22 +79,22 @@ def import_model(folder: Path, out: Path) -> Transformer:
     except ValueError as error:  # a number that no array can have, say
         raise UserError(f"{folder} has no form in gshard: {error}") from None
     with atomic.new_folder(out) as part:
-        arrays = {place: np.asarray(leaf) for place, leaf in named(model).items()}
-        write_weights(part / WEIGHTS, arrays, {"step": "0", "run": name})
+        arrays = {place: np.asarray(leaf) for place, leaf in files.named(model).items()}
+        files.write_weights(part / files.WEIGHTS, arrays, {"step": "0", "run": name})
         atomic.write_json(part / MODEL, dataclasses.asdict(model.config))
         if tokenizer is not None:
             atomic.write_json(part / CONFIG, to_json(run))
-            tokenizer.save(part / VOCABULARY)
-            write_checksums(part, verified_in(part))
+            tokenizer.save(part / files.VOCABULARY)
+            files.write_checksums(part, files.verified_in(part))
     return model
 
 
 def load_import(folder: Path) -> Transformer:
     """What `import_model` wrote."""
     config = built(TransformerConfig, read_json(folder / MODEL), "")
-    weights = WeightsFile(folder / WEIGHTS)
+    weights = files.WeightsFile(folder / files.WEIGHTS)
     like = eqx.filter_eval_shape(Transformer, config, jax.random.key(0))
-    return unnamed({name: jnp.asarray(weights[name]) for name in named(like)}, like)
+    return files.unnamed({name: jnp.asarray(weights[name]) for name in files.named(like)}, like)
 
 
 def model_config(folder: Path, given: dict[str, Any], rows: int) -> TransformerConfig:

@@ -28,24 +28,8 @@ from gshard.mt.decoding.detect import detector_of
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.evaluate import EVALUATION, read_results
 from gshard.mt.run import CONFIG, Run
+from gshard.mt.training import weights as files
 from gshard.mt.training.loading import load_model
-from gshard.mt.training.weights import (
-    DETECTOR,
-    MADE,
-    VOCABULARY,
-    WEIGHTS,
-    Quantized,
-    has_checksums,
-    is_release,
-    named,
-    quantize,
-    release_problem,
-    summed_axes,
-    unverifiable,
-    verified_in,
-    write_checksums,
-    write_weights,
-)
 
 CARD = "README.md"
 _SHOWN = 5  # languages with an example
@@ -102,8 +86,8 @@ def _text(run: Run) -> Iterator[str]:
     most = (f"{_plain(name)} {n / origins.total():.0%}" for name, n in origins.most_common(8))
     more = f", and {len(origins) - 8:,} more" if len(origins) > 8 else ""
     yield f"\nSources: {', '.join(most)}{more}."
-    if named := licences(corpus.manifest):
-        yield f"\nLicences of its sources: {', '.join(named)}."
+    if known := licences(corpus.manifest):
+        yield f"\nLicences of its sources: {', '.join(known)}."
 
 
 def licences(manifest: Mapping[str, Any]) -> list[str]:
@@ -225,34 +209,34 @@ def make_release(
         raise UserError(f"{out} exists already; a release goes to a new folder")
     model, step = load_model(run, which)
     arrays = {}
-    for name, leaf in named(model).items():
+    for name, leaf in files.named(model).items():
         array = np.asarray(leaf)
         if not np.isfinite(array.astype(np.float32)).all():
             raise UserError(f"{run.folder}: {name} of step {step} holds values that are not finite")
         arrays[name] = _rounded(name, array, precision)
     with atomic.new_folder(out) as part:
-        run.tokenizer.save(part / VOCABULARY)
-        write_weights(part / WEIGHTS, arrays, {"step": str(step), "run": run.name})
+        run.tokenizer.save(part / files.VOCABULARY)
+        files.write_weights(part / files.WEIGHTS, arrays, {"step": str(step), "run": run.name})
         atomic.write_json(part / CONFIG, to_json(anywhere(run.config)))
         weights = sum(leaf.size for leaf in jax.tree.leaves(model))
-        size = (part / WEIGHTS).stat().st_size
+        size = (part / files.WEIGHTS).stat().st_size
         text = card(run, step, weights, size, precision)
         (part / CARD).write_text(text, encoding="utf-8")
         if detector := detector_of(run):
-            detector.save(part / DETECTOR)
+            detector.save(part / files.DETECTOR)
         command = f"gshard release {run.name} --out {out.name} --checkpoint {step}"
         command += f" --precision {precision}"
-        atomic.write_json(part / MADE, provenance(run, step, command))
-        write_checksums(part, verified_in(part))
+        atomic.write_json(part / files.MADE, provenance(run, step, command))
+        files.write_checksums(part, files.verified_in(part))
     return out
 
 
-def _rounded(name: str, array: np.ndarray, precision: Precision) -> np.ndarray | Quantized:
+def _rounded(name: str, array: np.ndarray, precision: Precision) -> np.ndarray | files.Quantized:
     """A weight as it is written; what has no form in 8 bits is small and stays in float32."""
     if precision != "int8":
         return array.astype(precision)
-    axes = summed_axes(name)
-    return quantize(array, axes) if axes else array.astype("float32")
+    axes = files.summed_axes(name)
+    return files.quantize(array, axes) if axes else array.astype("float32")
 
 
 def verify(run: Run) -> int:
@@ -260,9 +244,11 @@ def verify(run: Run) -> int:
 
     An error too for a release of an earlier version, which has no checksums.
     """
-    if not is_release(run):
+    if not files.is_release(run):
         raise UserError(f"{run.folder} is not a release; `gshard release {run.folder} --out NEW`")
-    if why := release_problem(run) or ("" if has_checksums(run) else unverifiable(run)):
+    if why := files.release_problem(run) or (
+        "" if files.has_checksums(run) else files.unverifiable(run)
+    ):
         raise UserError(why)
     return sum(map(math.prod, run.weight_shapes.values()))
 

@@ -48,15 +48,13 @@ def document(about: About) -> dict[str, Any]:
                 "post": _post("Translate text or HTML", TRANSLATE, translation, examples)
             },
             "/translate/stream": {
-                "get": {
-                    **_get(
-                        "Translate; each sentence is an event when it is done",
-                        _STRING,
-                        STREAM,
-                        "text/event-stream",
-                        examples,
-                    )
-                }
+                "get": _get(
+                    "Translate; each sentence is an event when it is done",
+                    _STRING,
+                    STREAM,
+                    "text/event-stream",
+                    examples,
+                )
             },
             "/translate_file": {
                 "post": _post("Translate a file", FILE, _object("translatedFileUrl"), examples)

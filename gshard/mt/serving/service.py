@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from gshard.mt.decoding.texts import (
@@ -284,8 +284,9 @@ class Service:
         """A piece with the experts of its tokens; nothing for what translates to nothing."""
         if not request.shows_experts or not hypotheses[0].tokens:
             return {}
-        shown = routes(self.translator, piece, hypotheses[0], request.target, request.source)
-        return {"text": piece.strip(), **asdict(shown)}
+        best = hypotheses[0]
+        found = routes(self.translator, piece, best, request.target, request.source)
+        return {"text": piece.strip(), **found}
 
     def _finish(self, request: _Request, now: float) -> bool:
         """Answer a request that is done or out of time."""

@@ -4,24 +4,37 @@ The paper's figure is Delta-BLEU by language, the languages in order of their te
 ten; its table has the cost next to the quality; its efficiency figure says what a training loss
 costs. All of it is computed here from plain values, by the arithmetic of the page of a run
 (`gshard.mt.report.measures`), so that a test can do it again by hand.
+
+Whether one system is better than another is said by a paired bootstrap. A figure over a hundred
+languages is a sample twice: of languages, and of English sentences. Both are drawn again, with
+replacement, the same for both systems (Koehn 2004, with a level above). An English sentence is
+drawn once for all languages that have it: their rows are not independent (a cluster bootstrap).
+The statistic is the mean over the languages of the difference of their scores.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
 
 from gshard.mt.atomic import known_object
 from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION
+from gshard.mt.evaluation.scores import cut_of
 from gshard.mt.report import measures
 from gshard.mt.report.gathered import gather
 from gshard.mt.report.measures import Curve
 from gshard.mt.study.plan import TRAINED, Study
 
-METRICS = ("bleu", "chrf")
+MetricName = Literal["bleu", "chrf"]
+METRICS: tuple[MetricName, ...] = ("bleu", "chrf")
 GROUPS = ("all", "high", "mid", "low")
 DIRECTIONS = ("to-english", "from-english")
 
@@ -49,24 +62,13 @@ class Scored:
         """Target tokens per second, over all of the training."""
         return self.tokens / max(self.seconds, 1e-9)
 
-    def mean(self, metric: str, group: str = "all", direction: str = "") -> float | None:
-        """The mean score of a group of languages, of both directions unless one is named."""
-        members = [
-            task
-            for task in self.scores.values()
-            if group in ("all", task["group"]) and direction in ("", _direction(task))
-        ]
-        return measures.mean(task[metric] for task in members)
-
     @property
-    def directions(self) -> tuple[str, ...]:
-        """The directions that it was measured in: one of `DIRECTIONS`, or both."""
-        found = {_direction(task) for task in self.scores.values()}
-        return tuple(direction for direction in DIRECTIONS if direction in found)
-
-
-def _direction(task: Mapping[str, Any]) -> str:
-    return DIRECTIONS[0] if task["target"] == "en" else DIRECTIONS[1]
+    def by_direction(self) -> dict[str, list[Mapping[str, Any]]]:
+        """The tasks of each direction that it was measured in."""
+        found: dict[str, list[Mapping[str, Any]]] = {direction: [] for direction in DIRECTIONS}
+        for task in self.scores.values():
+            found[DIRECTIONS[task["target"] != "en"]].append(task)
+        return {direction: tasks for direction, tasks in found.items() if tasks}
 
 
 def models(plan: Study) -> list[Scored]:
@@ -101,24 +103,26 @@ def by_resource(tasks: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return sorted(tasks, key=lambda name: (-tasks[name]["train_pairs"], name))
 
 
-def deltas(
-    model: Scored, zero: Mapping[str, Mapping[str, Any]], order: Sequence[str], metric: str
-) -> list[float | None]:
-    """The score of each task over its baseline's; None where one of the two is missing."""
-    return [
-        model.scores[name][metric] - zero[name][metric]
-        if name in model.scores and name in zero
-        else None
-        for name in order
-    ]
+def over(
+    scores: Mapping[str, Mapping[str, Any]], zero: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The tasks that have a baseline, with their scores less those of the baseline."""
+    return {
+        name: {**task, **{metric: task[metric] - zero[name][metric] for metric in METRICS}}
+        for name, task in scores.items()
+        if name in zero
+    }
 
 
-def mean_delta(
-    model: Scored, zero: Mapping[str, Mapping[str, Any]], metric: str, group: str = "all"
-) -> float | None:
-    """The mean over the languages of a group of what a model is above its baselines."""
-    names = [name for name, task in model.scores.items() if group in ("all", task["group"])]
-    return measures.mean(deltas(model, zero, names, metric))
+def means(tasks: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The mean of each score over all tasks and over each group, as bleu_all and chrf_low."""
+    tasks = list(tasks)
+    members = {g: [task for task in tasks if g in ("all", task["group"])] for g in GROUPS}
+    return {
+        f"{metric}_{group}": measures.mean(task[metric] for task in members[group])
+        for group in GROUPS
+        for metric in METRICS
+    }
 
 
 def at_equal_cost(curve: Curve, seconds: float) -> float | None:
@@ -133,19 +137,96 @@ def at_equal_cost(curve: Curve, seconds: float) -> float | None:
     return a + (b - a) * (seconds - t0) / (t1 - t0)
 
 
-@dataclass(frozen=True)
-class Reached:
-    """When the models first had a loss: (tokens, seconds) of each, or None."""
-
-    loss: float
-    when: tuple[tuple[float, float] | None, ...]
-
-
-def efficiency(found: Sequence[Scored]) -> list[Reached]:
-    """What each of some round training losses cost each model."""
+def efficiency(found: Sequence[Scored]) -> list[dict[str, Any]]:
+    """When each model first had some round training losses: (tokens, seconds), or None."""
     rows = []
     for loss in measures.thresholds([model.curve for model in found]):
         records = [model.curve.reached(loss) for model in found]
-        when = tuple((r["tokens"], r["seconds"]) if r else None for r in records)
-        rows.append(Reached(loss, when))
+        when = [(r["tokens"], r["seconds"]) if r else None for r in records]
+        rows.append({"loss": loss, "when": when})
     return rows
+
+
+@dataclass(frozen=True)
+class PairedTexts:
+    """Two systems' translations of one language's sentences, the references and the English."""
+
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+    references: tuple[str, ...]
+    english: tuple[str, ...]
+    target: str = "en"
+
+
+@dataclass(frozen=True)
+class ScoreDifference:
+    """How much better the first system is, over all languages."""
+
+    mean: float
+    low: float  # of the interval that contains 95% of the resamples
+    high: float
+    p: float  # share of resamples in which the first system is not better
+    languages: int
+    resamples: int
+
+
+def metric_of(name: MetricName, target: str) -> Any:
+    """sacreBLEU's metric, as `scores` has it."""
+    return BLEU(tokenize=cut_of(target)) if name == "bleu" else CHRF(word_order=2)
+
+
+@functools.lru_cache(maxsize=4096)  # a system is compared with several others
+def statistics(
+    name: MetricName, target: str, translations: tuple[str, ...], references: tuple[str, ...]
+) -> np.ndarray:
+    """The counts of every sentence, whose sums a corpus score is computed from."""
+    metric = metric_of(name, target)
+    found = metric._extract_corpus_statistics(list(translations), [list(references)])
+    return np.asarray(found, np.float64)
+
+
+def paired_bootstrap(
+    pairs: Sequence[PairedTexts], name: MetricName, resamples: int = 1000, seed: int = 0
+) -> ScoreDifference:
+    """The difference of the mean scores over languages, with its interval and p-value."""
+    rng = np.random.default_rng(seed)
+    chosen_RL = drawn_languages(len(pairs), resamples, rng)
+    place_of = {text: n for n, text in enumerate(sorted({t for p in pairs for t in p.english}))}
+    weight_RE = drawn_sentences(len(place_of), resamples, rng)
+    total_R = np.zeros(resamples)
+    differences = []
+    for place, pair in enumerate(pairs):
+        metric = metric_of(name, pair.target)
+        sides = [
+            statistics(name, pair.target, translations, pair.references)
+            for translations in (pair.first, pair.second)
+        ]
+        a, b = (metric._compute_score_from_stats(list(side.sum(axis=0))).score for side in sides)
+        differences.append(a - b)
+        times_R = (chosen_RL == place).sum(axis=1)
+        drawn_D = np.flatnonzero(times_R)
+        weight_DN = weight_RE[drawn_D][:, [place_of[text] for text in pair.english]]
+        sums = [weight_DN @ side for side in sides]
+        for resample, first, second in zip(drawn_D, *sums, strict=True):
+            a, b = (metric._compute_score_from_stats(list(each)).score for each in (first, second))
+            total_R[resample] += times_R[resample] * (a - b)
+    means_R = total_R / len(pairs)
+    low, high = np.percentile(means_R, [2.5, 97.5])
+    return ScoreDifference(
+        float(np.mean(differences)),
+        float(low),
+        float(high),
+        float((np.sum(means_R <= 0) + 1) / (resamples + 1)),
+        len(pairs),
+        resamples,
+    )
+
+
+def drawn_languages(count: int, resamples: int, rng: np.random.Generator) -> np.ndarray:
+    """For each resample as many languages as there are, with replacement: [R, L]."""
+    return rng.integers(count, size=(resamples, count))
+
+
+def drawn_sentences(count: int, draws: int, rng: np.random.Generator) -> np.ndarray:
+    """For each draw how often each of `count` English sentences is in it: [D, E]."""
+    return rng.multinomial(count, np.full(count, 1 / count), size=draws).astype(np.float64)

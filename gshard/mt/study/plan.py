@@ -42,7 +42,7 @@ from gshard.mt.config import RunConfig, conflicts, override, read
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.evaluation.baseline_plan import SIZES, BaselineConfig, Size, of_steps
 from gshard.mt.evaluation.baselines import BASELINES
-from gshard.mt.evaluation.evaluate import EVALUATION, EvaluateConfig
+from gshard.mt.evaluation.evaluate import EVALUATION, EvaluateConfig, System
 from gshard.mt.presets import PRESETS, preset
 from gshard.mt.run import read_metrics
 
@@ -315,6 +315,23 @@ def entry(plan: Study, run: PlannedRun) -> Entry:
         means.get("bleu"),
         means.get("chrf"),
     )
+
+
+def made_by(plan: Study, name: str) -> System:
+    """What has translated, of a run that may not be here: its translations are."""
+    place = plan.place(name)
+    note = known_object(place / TRANSLATED)
+    if note is None:
+        raise UserError(f"{place} has not been translated with yet")
+
+    def gone(*_: Any) -> Any:
+        raise UserError(
+            f"translations of {place} are missing; remove its {TRANSLATED}, and the study "
+            "makes them again where its checkpoints are"
+        )
+
+    loads = gone if plan.run(name).config.model.experts else None
+    return System(note["step"], note["digest"], note["weights"], gone, loads)
 
 
 def length_of(run: PlannedRun) -> str:

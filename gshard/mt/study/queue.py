@@ -26,7 +26,7 @@ from gshard.mt.data.corpus import Corpus
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.baselines import evaluate_baselines, translate_baselines
-from gshard.mt.evaluation.evaluate import System, evaluate, loads_of, search_of, translations
+from gshard.mt.evaluation.evaluate import evaluate, loads_of, search_of, translations
 from gshard.mt.evaluation.store import AnyTranslator, held_out, tasks_of
 from gshard.mt.evaluation.systems import system_of
 from gshard.mt.progress import Progress, TrainingProgress
@@ -42,6 +42,7 @@ from gshard.mt.study.plan import (
     Study,
     baselines_stage,
     entry,
+    made_by,
 )
 from gshard.mt.training import loop
 from gshard.mt.training.checkpoint import FOLDER
@@ -186,18 +187,7 @@ def score(plan: Study, planned: PlannedRun, progress: Progress) -> dict[str, Any
     """The scores of what was translated, `evaluation.json`; the weights need not be there."""
     run = Run.open(plan.place(planned.name))
     run.make_vocabulary()
-    note = known_object(run.folder / TRANSLATED)
-    if note is None:
-        raise UserError(f"{run.folder} has not been translated with yet")
-
-    def gone(*_: Any) -> Any:
-        raise UserError(
-            f"translations of {run.folder} are missing; remove its {TRANSLATED}, and the study "
-            "makes them again where its checkpoints are"
-        )
-
-    loads = gone if run.config.model.experts else None
-    system = System(note["step"], note["digest"], note["weights"], gone, loads)
+    system = made_by(plan, planned.name)
     return evaluate(run, plan.evaluate, lambda _: system, progress)
 
 

@@ -14,21 +14,17 @@ from typing import Any
 from gshard.mt import atomic
 from gshard.mt.atomic import known_object
 from gshard.mt.errors import UserError
-from gshard.mt.evaluation.evaluate import EVALUATION, EvaluateConfig
+from gshard.mt.evaluation.evaluate import EVALUATION, translations
 from gshard.mt.evaluation.scores import by_test
-from gshard.mt.evaluation.store import Store, folder_of, held_out, tasks_of
+from gshard.mt.evaluation.store import held_out, tasks_of
+from gshard.mt.progress import SILENT
 from gshard.mt.report import write_report
 from gshard.mt.report.measures import mean
 from gshard.mt.run import METRICS as RECORDS
 from gshard.mt.run import Run
 from gshard.mt.study import figures, tables
-from gshard.mt.study.analysis import (
-    METRICS,
-    PairedTexts,
-    paired_bootstrap,
-)
-from gshard.mt.study.figures import GROUPS, Scored
-from gshard.mt.study.plan import TRANSLATED, Study, entry
+from gshard.mt.study.figures import METRICS, PairedTexts, Scored, paired_bootstrap
+from gshard.mt.study.plan import TRANSLATED, Study, entry, made_by
 
 RESULTS, TABLES = "study.json", "tables.md"
 _RESAMPLES = 1000
@@ -49,7 +45,7 @@ def write_results(plan: Study, out: Path) -> list[Path]:
         "equal_seconds": equal,
         "baselines": _baselines(zero),
         "comparisons": comparisons(plan, found, before),
-        "efficiency": [dataclasses.asdict(row) for row in figures.efficiency(found)],
+        "efficiency": figures.efficiency(found),
         "languages": _languages(found, zero),
     }
     atomic.write_json(out / RESULTS, results)
@@ -61,40 +57,37 @@ def write_results(plan: Study, out: Path) -> list[Path]:
     return [out / RESULTS, out / TABLES, page]
 
 
+_OF_A_MODEL = (
+    "name", "label", "layers", "experts", "seed", "weights", "step", "tokens", "seconds",
+    "tokens_per_second", "device",
+)  # fmt: skip
+
+
 def _summary(
     model: Scored, zero: Mapping[str, Mapping[str, Any]], equal_seconds: float
 ) -> dict[str, Any]:
     """A row of the paper's table."""
-    summary: dict[str, Any] = {
-        name: getattr(model, name)
-        for name in ("name", "label", "layers", "experts", "seed", "weights", "step", "tokens")
-    }
-    summary |= {"seconds": model.seconds, "tokens_per_second": model.tokens_per_second}
-    summary |= {
-        "device": model.device,
+    tasks = model.scores.values()
+    has_spbleu = all("spbleu" in task for task in tasks)
+    gains = _means(figures.over(model.scores, zero))
+    return {
+        **{name: getattr(model, name) for name in _OF_A_MODEL},
         "dev_nll": model.dev.smoothed[-1] if model.dev.smoothed else None,
+        "nll_at_equal_cost": figures.at_equal_cost(model.curve, equal_seconds),
+        "spbleu": mean(task["spbleu"] for task in tasks) if has_spbleu else None,
+        **_means(model.scores),
+        **{f"delta_{name}": gain for name, gain in gains.items()},
+        "tests": by_test(model.scores),
+        "directions": [
+            {"direction": direction, **figures.means(mine)}
+            for direction, mine in model.by_direction.items()
+        ],
     }
-    summary["nll_at_equal_cost"] = figures.at_equal_cost(model.curve, equal_seconds)
-    has_spbleu = all("spbleu" in task for task in model.scores.values())
-    summary["spbleu"] = model.mean("spbleu") if has_spbleu else None
-    for group in GROUPS:
-        for metric in figures.METRICS:
-            suffix = "" if group == "all" else f"_{group}"
-            summary[f"{metric}{suffix}"] = model.mean(metric, group)
-            summary[f"delta_{metric}{suffix}"] = figures.mean_delta(model, zero, metric, group)
-    summary["tests"] = by_test(model.scores)
-    summary["directions"] = [
-        {
-            "direction": direction,
-            **{
-                f"{metric}_{group}": model.mean(metric, group, direction)
-                for metric in figures.METRICS
-                for group in GROUPS
-            },
-        }
-        for direction in model.directions
-    ]
-    return summary
+
+
+def _means(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+    """The means; those of all tasks are called like the score."""
+    return {n.removesuffix("_all"): value for n, value in figures.means(tasks.values()).items()}
 
 
 def _baselines(zero: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -102,17 +95,14 @@ def _baselines(zero: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     if not zero:
         return {}
     tasks = list(zero.values())
-    means: dict[str, Any] = {"tasks": len(tasks)}
-    for group in GROUPS:
-        members = [task for task in tasks if group in ("all", task["group"])]
-        for metric in figures.METRICS:
-            suffix = "" if group == "all" else f"_{group}"
-            means[f"{metric}{suffix}"] = mean(task[metric] for task in members)
-    means["tests"] = by_test(zero)
-    means["weights"] = sum(task["weights"] for task in tasks)
-    means["seconds"] = sum(task["train_seconds"] for task in tasks)
-    means["stopped_early"] = sum(task["steps"] < 0.9 * task["limit"] for task in tasks)
-    return means
+    return {
+        "tasks": len(tasks),
+        **_means(zero),
+        "tests": by_test(zero),
+        "weights": sum(task["weights"] for task in tasks),
+        "seconds": sum(task["train_seconds"] for task in tasks),
+        "stopped_early": sum(task["steps"] < 0.9 * task["limit"] for task in tasks),
+    }
 
 
 def _languages(
@@ -178,24 +168,14 @@ def paired_translations(plan: Study, first: str, second: str) -> dict[str, Paire
     sets = held_out(
         run.corpus, tasks_of(run.tokenizer, config.languages), config.split, config.sentences
     )
-    stores = [_store(plan.place(name), config) for name in (first, second)]
+    found = [
+        translations(plan.place(name), made_by(plan, name), config, sets, SILENT)[1]
+        for name in (first, second)
+    ]
     pairs = {}
     for held in sets:
-        texts = []
-        for store in stores:
-            found = [store.get(held.task.target, source) for source in held.sources]
-            if None in found:
-                raise UserError(f"{store.folder} lacks translations of {held.task}")
-            texts.append(tuple(each.text for each in found if each is not None))
-        target = held.task.target
+        target, name = held.task.target, str(held.task)
+        mine, theirs = (tuple(each.text for each in texts[name]) for texts in found)
         english = held.references if target == "en" else held.sources
-        pairs[str(held.task)] = PairedTexts(texts[0], texts[1], held.references, english, target)
+        pairs[name] = PairedTexts(mine, theirs, held.references, english, target)
     return pairs
-
-
-def _store(place: Path, config: EvaluateConfig) -> Store:
-    note = known_object(place / TRANSLATED)
-    if note is None:
-        raise UserError(f"{place} has not been translated with yet")
-    folder = folder_of(place, f"step-{note['step']}", config.split, config.beam, config.alpha)
-    return Store(folder, {"weights": note["digest"]})

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+_Column = tuple[str, str, Callable[[Any], str]]  # its head, a model's key, and how it is written
 
 
 def all_tables(results: Mapping[str, Any]) -> str:
@@ -45,56 +47,45 @@ def progress(results: Mapping[str, Any]) -> str:
 
 def models(results: Mapping[str, Any]) -> str:
     """The paper's table: what a model is, what it costs, what it gives."""
-    heads = ["model", "weights", "target tokens", "tokens/s", "minutes", "dev loss"]
-    heads += [f"training loss at {results['equal_seconds']:.0f} s"]
-    heads += ["BLEU", "spBLEU", "chrF++", "ΔBLEU", "ΔchrF++"]
-    rows = []
-    for model in results["models"]:
-        rows.append(
-            [
-                model["label"],
-                _millions(model["weights"]),
-                _millions(model["tokens"]),
-                f"{model['tokens_per_second']:,.0f}",
-                f"{model['seconds'] / 60:.2f}",
-                _number(model["dev_nll"], 3),
-                _number(model["nll_at_equal_cost"], 3),
-                _number(model["bleu"]),
-                _number(model.get("spbleu")),
-                _number(model["chrf"]),
-                _signed(model["delta_bleu"]),
-                _signed(model["delta_chrf"]),
-            ]
-        )
-    if zero := results["baselines"]:
-        row = [f"{zero['tasks']} bilingual", _millions(zero["weights"]), "", ""]
-        row += [f"{zero['seconds'] / 60:.2f}", "", ""]
-        rows.append([*row, _number(zero["bleu"]), "", _number(zero["chrf"]), "0", "0"])
-    return _without_empty(heads, rows)
+    at_equal_cost = f"training loss at {results['equal_seconds']:.0f} s"
+    columns: list[_Column] = [
+        ("model", "label", str),
+        ("weights", "weights", _millions),
+        ("target tokens", "tokens", _millions),
+        ("tokens/s", "tokens_per_second", lambda rate: f"{rate:,.0f}"),
+        ("minutes", "seconds", lambda seconds: f"{seconds / 60:.2f}"),
+        ("dev loss", "dev_nll", lambda loss: _number(loss, 3)),
+        (at_equal_cost, "nll_at_equal_cost", lambda loss: _number(loss, 3)),
+        *(("BLEU", "bleu", _number), ("spBLEU", "spbleu", _number), ("chrF++", "chrf", _number)),
+        *(("ΔBLEU", "delta_bleu", _signed), ("ΔchrF++", "delta_chrf", _signed)),
+    ]
+    return _of_models(results, columns)
 
 
 def resources(results: Mapping[str, Any]) -> str:
     """Means by the amount of training text, and over the baselines."""
-    groups = ("high", "mid", "low")
-    heads = ["model"]
-    for metric in ("BLEU", "chrF++"):
-        heads += [f"{metric} {group}" for group in groups]
-    for metric in ("ΔBLEU", "ΔchrF++"):
-        heads += [f"{metric} {group}" for group in groups]
-    rows = []
-    for model in results["models"]:
-        row = [model["label"]]
-        for metric in ("bleu", "chrf"):
-            row += [_number(model[f"{metric}_{group}"]) for group in groups]
-        for metric in ("bleu", "chrf"):
-            row += [_signed(model[f"delta_{metric}_{group}"]) for group in groups]
-        rows.append(row)
+    columns: list[_Column] = [("model", "label", str)]
+    for sign, prefix, form in (("", "", _number), ("Δ", "delta_", _signed)):
+        columns += [
+            (f"{sign}{title} {group}", f"{prefix}{metric}_{group}", form)
+            for title, metric in (("BLEU", "bleu"), ("chrF++", "chrf"))
+            for group in ("high", "mid", "low")
+        ]
+    return _of_models(results, columns)
+
+
+def _of_models(results: Mapping[str, Any], columns: Sequence[_Column]) -> str:
+    """A row for each model, and one for the bilingual ones together, whose gains are 0."""
+    rows = [
+        ["" if (value := model.get(key)) is None else form(value) for _, key, form in columns]
+        for model in results["models"]
+    ]
     if zero := results["baselines"]:
-        row = [f"{zero['tasks']} bilingual"]
-        for metric in ("bleu", "chrf"):
-            row += [_number(zero[f"{metric}_{group}"]) for group in groups]
-        rows.append([*row, *["0"] * 6])
-    return _without_empty(heads, rows)
+        known = {**zero, "label": f"{zero['tasks']} bilingual"}
+        cells = [form(known[key]) if key in known else "" for _, key, form in columns]
+        gains = [head.startswith("Δ") for head, *_ in columns]
+        rows.append(["0" if gain else cell for gain, cell in zip(gains, cells, strict=True)])
+    return _without_empty([head for head, *_ in columns], rows)
 
 
 def tests(results: Mapping[str, Any]) -> str:

@@ -114,7 +114,11 @@ class WeightsFile:
         self.shapes = {name: s for name, s in shapes.items() if not name.endswith(_SCALE)}
         self._scales = {name: shapes[name + _SCALE] for name in shapes if name + _SCALE in shapes}
         for name, scale in self._scales.items():
-            if not _broadcasts(scale, self.shapes[name]):
+            shape = self.shapes[name]  # which the scale has, or 1 in a dim that shares one
+            alike = len(scale) == len(shape) and all(
+                one in (1, size) for one, size in zip(scale, shape, strict=True)
+            )
+            if not alike:
                 raise UserError(f"{path}: {name} and its scale are not of one shape")
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -142,13 +146,6 @@ class WeightsFile:
     def not_finite(self) -> str:
         """The name of the first array with a value that is no number, or ""."""
         return next((name for name in self.shapes if not np.isfinite(self[name]).all()), "")
-
-
-def _broadcasts(scale: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a scale has the dims of an array, or 1."""
-    return len(scale) == len(shape) and all(
-        one in (1, size) for one, size in zip(scale, shape, strict=True)
-    )
 
 
 def _opened(path: Path) -> Any:
@@ -218,22 +215,10 @@ def write_checksums(folder: Path, names: Sequence[str] = ()) -> None:
     atomic.write_json(folder / CHECKSUMS, _sums(folder, names or _files(folder)))
 
 
-def damage_of(folder: Path, names: Sequence[str]) -> str:
-    """What is wrong with the files of `folder` that are named, or ""; there may be others."""
-    try:
-        expected = atomic.read_object(folder / CHECKSUMS)
-        found = _sums(folder, names)
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).relative_to(folder)} is missing"
-    except (OSError, ValueError) as error:
-        return f"a file cannot be read: {error}"
-    return next((_different(name) for name in names if expected.get(name) != found[name]), "")
-
-
-def damage(folder: Path, items: Sequence[str] = ()) -> str:
+def damage(folder: Path, items: Sequence[str] = (), names: Sequence[str] = ()) -> str:
     """What is wrong with the files of `folder`, or "" if they are those that were written.
 
-    With `items`, of its subfolders only those are looked at.
+    With `items`, of its subfolders only those are looked at; with `names`, only those files.
     """
     try:
         written = atomic.read_object(folder / CHECKSUMS)
@@ -244,26 +229,23 @@ def damage(folder: Path, items: Sequence[str] = ()) -> str:
         return f"{CHECKSUMS} cannot be read: {error}"
 
     def wanted(name: str) -> bool:
+        if names:
+            return name in names
         return not items or "/" not in name or name.split("/")[0] in items
 
-    there = _files(folder)
-    for name in sorted(expected.keys() - set(there)):
-        if wanted(name):
-            return f"{name} is missing"
+    there = list(filter(wanted, _files(folder)))
+    if absent := sorted({*filter(wanted, expected), *names} - set(there)):
+        return f"{absent[0]} is missing"
     try:
-        found = _sums(folder, [name for name in there if wanted(name)])
+        found = _sums(folder, there)
     except OSError as error:
         return str(error)
     for name, digest in found.items():
         if name not in expected:
             return f"{name} does not belong to it"
         if digest != expected[name]:
-            return _different(name)
+            return f"{name} is not as it was written"
     return ""
-
-
-def _different(name: str) -> str:
-    return f"{name} is not as it was written"
 
 
 def _files(folder: Path) -> list[str]:
@@ -321,7 +303,7 @@ def release_problem(run: Run, *, values: bool = True) -> str:
 
     Without `values`, whoever reads the weights has to look whether they are finite.
     """
-    if has_checksums(run) and (found := damage_of(run.folder, verified_in(run.folder))):
+    if has_checksums(run) and (found := damage(run.folder, names=verified_in(run.folder))):
         return f"{run.folder} is damaged: {found}"
     path = run.folder / WEIGHTS
     try:

@@ -42,7 +42,7 @@ def test_gather_stats_vocabulary_and_batches(capsys, tmp_path, tsv):
     words = ("language", "de", "ru", "different English", "dropped", "licence")
     for word in (*words, "every file matches its checksum"):
         assert word in printed
-    assert (out / "power-law.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "power-law.svg").read_text(encoding="utf-8").startswith("<svg")
 
     sizes = ("--source-size", 600, "--target-size", 500)
     code, printed, _ = run(capsys, "data", "vocabulary", out, *sizes)

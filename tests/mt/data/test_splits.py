@@ -37,7 +37,7 @@ SHARES = HeldOutShares(0.3, 0.2)
 
 def split_all(languages, shares=SHARES):
     forced = given_splits(
-        ((row.english, row.split) for rows in languages for row in rows if row.split), shares
+        ((row.english, row.split) for rows in languages for row in rows if row.split), shares, {}
     )
     return [split_one(rows, shares, forced, Counter()) for rows in languages]
 
@@ -77,7 +77,7 @@ def test_gathering_more_moves_nothing(rows, more):
 @given(ROWS)
 def test_every_row_is_kept_or_counted(rows):
     dropped = Counter()
-    forced = given_splits(((row.english, row.split) for row in rows if row.split), SHARES)
+    forced = given_splits(((row.english, row.split) for row in rows if row.split), SHARES, {})
     result = split_one(rows, SHARES, forced, dropped)
     assert sum(map(len, result.values())) + dropped.total() == len(rows)
 
@@ -154,14 +154,26 @@ FEW = st.lists(
 )
 
 
-@given(st.one_of(ROWS, FEW), st.integers(1, 30))
-def test_duplicates_are_found_a_few_rows_at_a_time(rows, at_once):
-    whole, parts = Counter(), Counter()
-    expected = list(without_duplicates(rows, whole))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(splits, "_AT_ONCE", at_once)
-        assert list(without_duplicates(rows, parts)) == expected
-    assert +parts == +whole
+@given(st.one_of(ROWS, FEW))
+def test_duplicates_are_those_that_a_loop_finds(rows):
+    dropped, expected, kept = Counter(), Counter(), []
+    seen, variants = set(), Counter()
+    for row in rows:
+        english, pair, kind = splits._marks(row)
+        usual = kind == splits._USUAL
+        if kind == splits._UNTRANSLATED:
+            expected["untranslated"] += 1
+        elif pair in seen:
+            expected["duplicate"] += 1
+        elif usual and variants[english] == MAX_VARIANTS:
+            expected["more than 4 translations"] += 1
+        else:
+            variants[english] += usual
+            kept.append(row)
+        seen.add(pair)
+    found = without_duplicates(rows, dropped)
+    assert (len(found), list(found), list(found)) == (len(kept), kept, kept)
+    assert +dropped == expected
 
 
 @given(ROWS)
@@ -179,18 +191,6 @@ def test_what_is_held_out_does_not_depend_on_what_is_remembered():
     ranked = sorted((k for k in marks if shares.split_of(k) == "test"), key=fingerprint)
     assert len(ranked) > 2000
     assert split_language(rows, shares, {}, Counter())["test"] == [marks[k] for k in ranked[:3]]
-
-
-def test_a_spool_is_a_list(monkeypatch, tmp_path):
-    monkeypatch.setattr(splits, "_TOGETHER", 3)
-    for count in (0, 2, 3, 7):
-        waiting = splits.Spool(tmp_path)
-        for n in range(count):
-            waiting.append((n, "x"))
-        assert len(waiting) == count
-        for _ in range(2):
-            assert list(waiting) == [(n, "x") for n in range(count)]
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_language_is_written_group_by_group_as_at_once(tmp_path, monkeypatch):

@@ -223,10 +223,10 @@ def test_the_same_experts_as_the_compiled_model(run):
         translator, _ = open_translator(run, config=SEARCH, engine=engine)
         ((best, *_),) = translator.translate(TEXTS[:1], "de")
         both.append(routes(translator, TEXTS[0], best, "de"))
-    for mine, other in zip(*(each.source + each.output for each in both), strict=True):
-        assert mine.piece == other.piece
-        assert len(mine.layers) == len(other.layers) > 0
-        for a, b in zip(mine.layers, other.layers, strict=True):
+    for mine, other in zip(*(each["source"] + each["output"] for each in both), strict=True):
+        assert mine["piece"] == other["piece"]
+        assert len(mine["layers"]) == len(other["layers"]) > 0
+        for a, b in zip(mine["layers"], other["layers"], strict=True):
             assert [expert for expert, _ in a] == [expert for expert, _ in b]
             np.testing.assert_allclose(a, b, rtol=1e-4)
 

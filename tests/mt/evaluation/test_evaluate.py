@@ -118,7 +118,7 @@ def test_rounded_weights_are_measured_beside_the_usual(run, references):
         assert usual.digest == "a"
         return replace(usual, digest="a-int8", translator=lambda: worse, numbers="int8")
 
-    found = evaluate(run, EvaluateConfig(), lambda which: system(perfect), None, rounded)
+    found = evaluate(run, EvaluateConfig(), lambda which: system(perfect), open_rounded=rounded)
     mean = found["averages"]["all"]
     assert mean["chrf"] == pytest.approx(100)
     assert mean["chrf"] - mean["rounded_chrf"] > 1

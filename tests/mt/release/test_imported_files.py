@@ -1,6 +1,7 @@
 """Damaged and hostile checkpoints: imported as they are, or refused in one line."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from gshard import cli
+from gshard.mt.release import exported
 from gshard.mt.release.imported import load_import, read_checkpoint
 from gshard.mt.release.imported_files import _DEFAULTS
 from gshard.mt.training.weights import named
 from tests.mt.release.checkpoints import M, files, write
+from tests.nn import models
 
 KINDS = ("dense", "sparse")
 
@@ -283,3 +286,40 @@ def test_whatever_bytes_its_files_have(data, whole, tmp_path_factory):
     other = data.draw(st.binary(max_size=9))
     path.write_bytes(raw[:at] + other + raw[at + len(other) if other else len(raw) :])
     imported(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"products": "int8"},
+        {"experts": 0},
+        {"experts_in": "encoder", "stacked": False},
+    ],
+)
+def test_what_is_exported_is_imported_again(changes, tmp_path):
+    """Hidden dims and biases that the layout has and the model has not are zero."""
+    config = models.config(key_dim=8, value_dim=8, expert_hidden_dim=20)
+    config = dataclasses.replace(config, decoder_layers=4, **changes)
+    model = models.model(config)
+    arrays = {n: np.ascontiguousarray(a, np.float32) for n, a in exported.renamed(model)}
+    save_file(arrays, tmp_path / "model.safetensors")
+    exported._write(tmp_path / "config.json", exported._config(config))
+    for side in ("source", "target"):
+        (tmp_path / f"{side}.spm").touch()
+    ours = named(model)
+    for name, array in named(read_checkpoint(tmp_path)).items():
+        if name.rpartition(".")[2] in ("bq", "bk", "bv", "bo", "bi"):
+            assert not np.any(array), name
+            continue
+        stack, _, rest = name.partition(".")
+        pair, _, inside = rest.partition(".")
+        mine = np.asarray(ours[name] if name in ours else ours[f"{stack}.{inside}"][int(pair)])
+        kept = np.asarray(array)[tuple(map(slice, mine.shape))]
+        np.testing.assert_array_equal(kept, mine, name)
+        assert np.count_nonzero(array) == np.count_nonzero(mine), name
+
+
+def test_an_imported_model_is_not_exported():
+    imported_model = models.config(key_dim=8, value_dim=8, biases=True)
+    assert "was imported" in exported.inexpressible(imported_model)
+    assert not exported.inexpressible(models.config(key_dim=8, value_dim=8))

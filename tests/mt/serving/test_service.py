@@ -7,7 +7,7 @@ import pytest
 
 from gshard.mt.batching.tokenizer import END
 from gshard.mt.decoding.search import Translations
-from gshard.mt.decoding.texts import TokenRoutes, TranslateConfig
+from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.serving import service as services
 from gshard.mt.serving.observing import start_logs
@@ -113,7 +113,7 @@ def test_more_may_wait_while_all_are_answered_soon(model, tokenizer, monkeypatch
 
 
 def test_programs_are_as_large_as_what_waits(model, tokenizer, monkeypatch):
-    monkeypatch.setattr(services, "routes", lambda *given: TokenRoutes((), ()))
+    monkeypatch.setattr(services, "routes", lambda *given: {"source": [], "output": []})
     translator = Counted(model, tokenizer, config=TranslateConfig(rows=20, longest=24, most=10))
     assert translator.row_counts == (1, 2, 4, 8, 16, 20)
     slow = Slow(translator)
@@ -178,7 +178,7 @@ def test_a_translation_is_the_same_in_every_program(model, tokenizer, devices, r
 
 
 def test_a_program_that_cannot_be_compiled_is_done_without(model, tokenizer, monkeypatch, capfd):
-    monkeypatch.setattr(services, "routes", lambda *given: TokenRoutes((), ()))
+    monkeypatch.setattr(services, "routes", lambda *given: {"source": [], "output": []})
 
     class Refusing(Counted):
         def compiled(self, name, fn, *shapes):

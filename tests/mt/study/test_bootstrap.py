@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gshard.mt.evaluation.scores import score
-from gshard.mt.study.analysis import (
+from gshard.mt.study.figures import (
     METRICS,
     PairedTexts,
     drawn_languages,

@@ -43,12 +43,12 @@ def test_languages_stand_in_the_order_of_their_text():
     assert figures.by_resource(SCORES) == ["fr-en", "de-en", "gn-en"]
 
 
-def test_deltas_are_over_the_baseline_of_the_same_language():
-    found = figures.deltas(model(scores=SCORES), ZERO, ["fr-en", "de-en", "gn-en"], "bleu")
-    assert found == [None, 5.0, 6.0]
-    assert figures.mean_delta(model(scores=SCORES), ZERO, "bleu") == 5.5
-    assert figures.mean_delta(model(scores=SCORES), ZERO, "chrf", "low") == 30.0
-    assert figures.mean_delta(model(scores=SCORES), {}, "bleu") is None
+def test_gains_are_over_the_baseline_of_the_same_language():
+    found = figures.over(SCORES, ZERO)
+    assert {name: task["bleu"] for name, task in found.items()} == {"de-en": 5.0, "gn-en": 6.0}
+    assert figures.means(found.values())["bleu_all"] == 5.5
+    assert figures.means(found.values())["chrf_low"] == 30.0
+    assert figures.means(figures.over(SCORES, {}).values())["bleu_all"] is None
 
 
 def test_smoothing_is_the_mean_of_ten_languages():
@@ -58,10 +58,10 @@ def test_smoothing_is_the_mean_of_ten_languages():
 
 
 def test_means_by_resource_and_tokens_a_second():
-    found = model(scores=SCORES)
-    assert found.mean("bleu") == 20.0
-    assert found.mean("bleu", "high") == 25.0
-    assert found.tokens_per_second == 100.0
+    found = figures.means(SCORES.values())
+    assert found["bleu_all"] == 20.0
+    assert found["bleu_high"] == 25.0
+    assert model(scores=SCORES).tokens_per_second == 100.0
 
 
 def test_a_model_of_both_directions_has_a_row_for_each():
@@ -70,10 +70,10 @@ def test_a_model_of_both_directions_has_a_row_for_each():
         "en-gn": task(6.0, 10, "low", target="gn"),
     }
     found = model(scores={**SCORES, **back})
-    assert model(scores=SCORES).directions == ("to-english",)
-    assert found.directions == ("to-english", "from-english")
-    assert found.mean("bleu", direction="to-english") == 20.0
-    assert found.mean("bleu", "low", "from-english") == 6.0
+    assert [*model(scores=SCORES).by_direction] == ["to-english"]
+    assert [*found.by_direction] == ["to-english", "from-english"]
+    assert figures.means(found.by_direction["to-english"])["bleu_all"] == 20.0
+    assert figures.means(found.by_direction["from-english"])["bleu_low"] == 6.0
     summary = results._summary(found, {}, 1.0)
     rows = tables.directions({"models": [summary]}).splitlines()
     assert [cell.strip() for cell in rows[3].split("|")][1:-1] == [
@@ -100,9 +100,10 @@ def test_past_its_end_a_run_has_no_loss():
 
 def test_efficiency_is_when_a_loss_was_first_reached():
     slow = model("slow", points=[(t, 2 * s, nll) for t, s, nll in CURVE[:2]])
-    rows = {row.loss: row.when for row in figures.efficiency([model("fast", points=CURVE), slow])}
-    assert rows[4.0] == ((2000.0, 20.0), (2000.0, 40.0))
-    assert rows[3.0] == ((4000.0, 40.0), None)
+    found = figures.efficiency([model("fast", points=CURVE), slow])
+    rows = {row["loss"]: row["when"] for row in found}
+    assert rows[4.0] == [(2000.0, 20.0), (2000.0, 40.0)]
+    assert rows[3.0] == [(4000.0, 40.0), None]
 
 
 def test_tables_say_what_is_known_and_leave_the_rest_empty():

@@ -39,12 +39,10 @@ def read_properties(data: bytes) -> Messages:
     for line in data.decode("utf-8", "replace").replace("\\\n", "").splitlines():
         match = _PROPERTY.match(line)
         if match and not _SHORTCUT.search(match[1]):
-            messages[match[1]] = re.sub(r"\\u([0-9a-fA-F]{4})", _character, match[2])
+            messages[match[1]] = re.sub(
+                r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), match[2]
+            )
     return messages
-
-
-def _character(match: re.Match[str]) -> str:
-    return chr(int(match[1], 16))
 
 
 _ENTITY = re.compile(r"<!ENTITY\s+([\w.\-]+)\s+(?:\"([^\"]*)\"|'([^']*)')\s*>")

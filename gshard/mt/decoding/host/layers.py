@@ -9,7 +9,7 @@ positions of a cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,7 +89,7 @@ class HostLayer:
     """One layer, of the encoder or of the decoder."""
 
     def __init__(self, weights: Weights, c: TransformerConfig, *, decoder: bool, sparse: bool):
-        self._project = _projections(weights, c)
+        self.own = _projections(weights, c)  # queries, keys and values of self-attention
         self._feed_forward: Session | None = None
         self._experts: HostExperts | None = None
         if sparse:
@@ -101,10 +101,6 @@ class HostLayer:
         """Have the choices of a router told to `listener`, or to nobody again."""
         if self._experts is not None:
             self._experts.listener = listener
-
-    def own(self, x_RM: np.ndarray) -> Sequence[np.ndarray]:
-        """Queries, keys and values of self-attention."""
-        return self._project(x_RM)
 
     def finish(self, *inputs: np.ndarray) -> np.ndarray:
         """The rows after the attentions and the feed-forward layer.

@@ -19,17 +19,9 @@ import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, START, Tokenizer
 from gshard.mt.broadcast import Broadcast
+from gshard.mt.decoding import search as flat
 from gshard.mt.decoding.host.layers import HIDDEN, Cache, HostLayer, side_by_side
 from gshard.mt.decoding.host.products import OnnxGraph, OnnxOutput, Session, Weight
-from gshard.mt.decoding.search import (
-    BeamConfig,
-    Continuations,
-    FlatSearch,
-    Library,
-    Live,
-    SearchState,
-    Translations,
-)
 from gshard.mt.decoding.texts import Choices, Routings, SearchJob, TextTranslator, TranslateConfig
 from gshard.mt.training.weights import Quantized
 from gshard.nn.config import TransformerConfig
@@ -245,7 +237,7 @@ class HostTranslator(TextTranslator):
         super().__init__(tokenizer, config, model.config, model.weights, broadcast)
         self._model = model
 
-    def search(self, source: np.ndarray, forced: np.ndarray | None = None) -> Translations:
+    def search(self, source: np.ndarray, forced: np.ndarray | None = None) -> flat.Translations:
         """The n-best lists of a batch of tokens, padded at the end.
 
         What a translation may have at most is that of its own source's shape.
@@ -277,10 +269,10 @@ _LEAVE = 0.75  # the batch is made smaller when at most this share of it is left
 def host_search(
     model: HostModel,
     source_BL: np.ndarray,
-    config: BeamConfig,
+    config: flat.BeamConfig,
     max_length_B: np.ndarray | None = None,
     forced: np.ndarray | None = None,
-) -> Translations:
+) -> flat.Translations:
     """Translate sentences of any number and length, each padded with PAD at the end.
 
     `max_length_B` has the largest length of each translation, where they differ; that of `config`
@@ -290,22 +282,22 @@ def host_search(
     silent_V = np.isin(np.arange(V), [*config.banned, END])
     first_K1, C = V * np.arange(K)[:, None], min(V, K + len(config.banned) + 1)
 
-    def step(t: int, live: Live, decoding: Decoding) -> tuple[Continuations, Decoding]:
+    def step(t: int, live: flat.Live, decoding: Decoding) -> tuple[flat.Continuations, Decoding]:
         hidden_BKL = np.where(live.ancestry[:, :, : (t + 1) * K], np.float32(0), HIDDEN)
         scores_BKC, tokens_BKC, end_BK = model.step(decoding, live.tokens, t, hidden_BKL, C)
         scores_BKC = np.where(silent_V[tokens_BKC], -np.inf, live.scores[:, :, None] + scores_BKC)
         scores_BX, places_BX = (x.reshape(-1, K * C) for x in (scores_BKC, first_K1 + tokens_BKC))
-        return Continuations(scores_BX, places_BX, live.scores + end_BK, V), decoding
+        return flat.Continuations(scores_BX, places_BX, live.scores + end_BK, V), decoding
 
-    search = FlatSearch(config, NUMPY, step, forced)
+    search = flat.FlatSearch(config, NUMPY, step, forced)
     real_B = (source_BL != PAD).any(axis=1)
     most_B = np.full(len(real_B), config.max_length) if max_length_B is None else max_length_B
     beams, rows = search.start(real_B, most_B), np.flatnonzero(real_B)
-    found = search.found(SearchState(np.zeros((), np.int32), beams, None))  # nothing yet
+    found = search.found(flat.SearchState(np.zeros((), np.int32), beams, None))  # nothing yet
     if not len(rows):
         return found
     source_BL = source_BL[rows, : int((source_BL != PAD).sum(axis=1).max())]
-    state = SearchState(0, _of(rows, beams), model.start(source_BL))
+    state = flat.SearchState(0, _of(rows, beams), model.start(source_BL))
     while len(rows):
         state = search.advance(state)
         left = np.flatnonzero(~state.beams.done)
@@ -330,7 +322,7 @@ def _take(x_BX: np.ndarray, index_BK: np.ndarray) -> np.ndarray:
     return x_BX[np.arange(len(x_BX))[:, None], index_BK]
 
 
-NUMPY = Library(np, _top_k, _take)
+NUMPY = flat.Library(np, _top_k, _take)
 
 
 def _of(rows: np.ndarray, beams: Any) -> Any:
