@@ -21,25 +21,16 @@ except ImportError:
     sys.exit("the gshard command needs more packages: pip install 'gshard[cli]'")
 
 import gshard
-from gshard.commands import data, importing, launch
+from gshard.commands import data, release, train
 from gshard.commands.options import PlainCommand, PlainGroup
 from gshard.errors import UserError
 from gshard.untrusted import printable_lines
 
 # Errors of the operating system that a user can fix.
 _NOT_OURS = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EEXIST,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.EIO,
-    errno.ENXIO,
-)
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
+    errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO, errno.ENXIO,
+)  # fmt: skip
 
 # In sysexits.h: "internal software error", and "temporary failure" (other processes are missing).
 _UNFORESEEN, _TEMPORARY = 70, 75
@@ -55,16 +46,21 @@ app = typer.Typer(
     help="Partition annotated JAX programs, and train multilingual translation with them.",
 )
 app.add_typer(data.app, name="data", rich_help_panel=_TRANSLATION)
+_MODULES = {  # of commands that share one
+    **dict.fromkeys(("explain", "compare", "auto", "fits", "profile"), "programs"),
+    "interval": "forecast",
+    "report": "study",
+}
 for _panel, _names in (
     (_PROGRAMS, "explain compare auto fits forecast profile interval doctor"),
     (_TRANSLATION, "train evaluate translate serve report study release"),
 ):
     for _name in _names.split():
-        _command = getattr(importlib.import_module(f"gshard.commands.{_name}"), _name)
-        app.command(cls=PlainCommand, rich_help_panel=_panel)(_command)
-app.command("import", cls=PlainCommand, rich_help_panel=_TRANSLATION)(importing.import_)
-app.command(cls=PlainCommand, rich_help_panel=_TRANSLATION, context_settings=launch.SETTINGS)(
-    launch.launch
+        _module = importlib.import_module(f"gshard.commands.{_MODULES.get(_name, _name)}")
+        app.command(cls=PlainCommand, rich_help_panel=_panel)(getattr(_module, _name))
+app.command("import", cls=PlainCommand, rich_help_panel=_TRANSLATION)(release.import_)
+app.command(cls=PlainCommand, rich_help_panel=_TRANSLATION, context_settings=train.LAUNCH)(
+    train.launch
 )
 
 

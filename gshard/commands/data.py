@@ -19,7 +19,8 @@ app = typer.Typer(no_args_is_help=True, help="Gather parallel text and inspect i
 Tier = Annotated[
     str,
     typer.Option(
-        help="tiny, core, full, or a .toml file of your own", autocompletion=complete_tiers
+        help="tiny, core, full, m4 (that of the results), or a .toml file of your own",
+        autocompletion=complete_tiers,
     ),
 ]
 CorpusFolder = Annotated[Path, typer.Argument(help="folder of a gathered corpus")]
@@ -120,9 +121,7 @@ def stats(
     console.print(work.language_table(opened, most))
     console.print(work.dropped_table(opened))
     console.print(work.source_table(opened))
-    picture = (plots or corpus) / "power-law.png"
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    work.draw_power_law(opened, picture)
+    picture = work.power_law(opened).save((plots or corpus) / "power-law.svg")
     console.print(f"power law: {picture}", soft_wrap=True)
     if verify:
         if bad := opened.verify():

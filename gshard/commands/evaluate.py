@@ -10,20 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gshard.commands.options import (
-    Alpha,
-    Beam,
-    Checkpoint,
-    Coordinator,
-    Devices,
-    Engine,
-    Json,
-    Languages,
-    Process,
-    Processes,
-    Threads,
-    members,
-)
+from gshard.commands import options
 from gshard.commands.options import Run as RunFolder
 
 if TYPE_CHECKING:
@@ -59,23 +46,23 @@ _Steps = Annotated[int, typer.Option(help="training steps of each bilingual mode
 def evaluate(
     run: RunFolder,
     split: Annotated[str, typer.Option(help="test, dev or train")] = "test",
-    languages: Languages = "",
+    languages: options.Languages = "",
     sentences: _Sentences = 0,
-    beam: Beam = 4,
-    alpha: Alpha = 0.6,
-    checkpoint: Checkpoint = "best",
+    beam: options.Beam = 4,
+    alpha: options.Alpha = 0.6,
+    checkpoint: options.Checkpoint = "best",
     untrained: _Untrained = False,
     baselines: _Baselines = False,
     baseline_steps: _Steps = 4_000,
     examples: Annotated[int, typer.Option(help="examples of each task for the report")] = 3,
-    devices: Devices = 0,
-    engine: Engine = "auto",
+    devices: options.Devices = 0,
+    engine: options.Engine = "auto",
     weights: _Weights = "",
-    threads: Threads = 0,
-    as_json: Json = False,
-    coordinator: Coordinator = "",
-    processes: Processes = None,
-    process: Process = None,
+    threads: options.Threads = 0,
+    as_json: options.Json = False,
+    coordinator: options.Coordinator = "",
+    processes: options.Processes = None,
+    process: options.Process = None,
 ) -> None:
     """Score a run with BLEU and chrF++. Safe to interrupt; run it again to continue."""
     from gshard.commands import show
@@ -85,7 +72,7 @@ def evaluate(
     from gshard.mt.evaluation import evaluate as work
     from gshard.mt.evaluation.store import held_out, tasks_of
     from gshard.mt.launch.status import reporting
-    from gshard.mt.progress import Silent
+    from gshard.mt.progress import SILENT
     from gshard.mt.run import Run
 
     opened = Run.open(run)
@@ -94,7 +81,7 @@ def evaluate(
     config = work.EvaluateConfig(split, chosen, sentences, *search, untrained, examples)
     # Report misspelt names before the weights are read.
     held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
-    which = members(coordinator, processes, process)
+    which = options.members(coordinator, processes, process)
     steps = baseline_steps if baselines else 0
     shared = {"--devices": devices, "--baseline-steps": steps, **asdict(config), **opened.of_model}
     hosts.start(devices, which, virtual=which.count, settings=shared)  # more would share cores
@@ -105,7 +92,7 @@ def evaluate(
             if not hosts.is_first():
                 _help(opened, config, steps, devices, broadcast)
                 return
-            with nullcontext(Silent()) if as_json else show.bars() as bars:
+            with nullcontext(SILENT) if as_json else show.bars() as bars:
                 result, measured = _measure(opened, config, steps, devices, broadcast, bars, using)
     except KeyboardInterrupt:
         show.console.print("interrupted; run the same command again to continue")
@@ -115,19 +102,19 @@ def evaluate(
         print(json.dumps({**result, "baselines": measured}, indent=1))
     else:
         _show(result, measured)
-        show.console.print(f"written to {opened.folder / work.EVALUATION}", soft_wrap=True)
+        show.say(f"written to {opened.folder / work.EVALUATION}")
 
 
 def _show(result: Mapping[str, Any], measured: Mapping[str, Any] | None) -> None:
     """Print the tables, and what their numbers mean."""
-    from gshard.commands.show import console
+    from gshard.commands.show import console, say
 
     zero = comparable(result, measured)
     console.print(task_table(result, zero))
     console.print(average_table(result, zero))
     console.print(table_by_test(result, zero))
     for line in notes(result, measured, zero):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        say(line)
 
 
 def _measure(
@@ -163,11 +150,11 @@ def _measure(
 def _help(run: Run, config: EvaluateConfig, steps: int, devices: int, broadcast: Broadcast) -> None:
     """The work of the other processes while the first one measures."""
     from gshard.mt.evaluation.systems import follow
-    from gshard.mt.progress import Silent
+    from gshard.mt.progress import SILENT
 
     follow(run, config, devices, broadcast)
     if steps:
-        _train_baselines(run, config, steps, devices, broadcast, Silent())
+        _train_baselines(run, config, steps, devices, broadcast, SILENT)
 
 
 def _train_baselines(

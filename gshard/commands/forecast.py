@@ -1,21 +1,15 @@
-"""`gshard forecast`: time and memory of a training step of the paper's family."""
+"""`gshard forecast` and `gshard interval`: a step of the paper's models, and when to save it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gshard.commands.options import (
-    DevicesOfPaper,
-    HardwareOfPaper,
-    Json,
-    Page,
-    Plots,
-    complete_models,
-)
+from gshard.commands import options
 from gshard.commands.show import working
 from gshard.errors import UserError
 
@@ -29,10 +23,10 @@ Tell = Callable[[str], None]  # says what is being done
 def forecast(
     model: Annotated[
         str | None,
-        typer.Argument(help="a model of the paper", autocompletion=complete_models),
+        typer.Argument(help="a model of the paper", autocompletion=options.complete_models),
     ] = None,
-    hardware: HardwareOfPaper = "tpu-v3",
-    devices: DevicesOfPaper = None,
+    hardware: options.HardwareOfPaper = "tpu-v3",
+    devices: options.DevicesOfPaper = None,
     batch_tokens: Annotated[
         str | None,
         typer.Option(
@@ -49,14 +43,12 @@ def forecast(
     fit: Annotated[
         str | None, typer.Option(help='list what fits on these devices, as in "64 x h100"')
     ] = None,
-    as_json: Json = False,
-    plots: Plots = None,
+    as_json: options.Json = False,
+    plots: options.Plots = None,
     trace: Annotated[Path | None, typer.Option(help="a file for Perfetto")] = None,
-    page: Page = None,
+    page: options.Page = None,
 ) -> None:
     """Forecast time and memory of a training step; no accelerator needed."""
-    import json
-
     from gshard.forecast import hardware as hardware_of
 
     try:
@@ -168,8 +160,6 @@ def _nearest(chosen: Any, machine: Any, state: int, model: str) -> str:
 
 
 def _show_fitting(text: str, as_json: bool) -> None:
-    import json
-
     from gshard.models.family import fitting, parse
 
     devices, machine = parse(text)
@@ -195,3 +185,49 @@ def _tokens(text: str | None) -> int | None:
         return round(float(text.rstrip("kKmM")) * scale)
     except ValueError:
         raise ValueError(f"--batch-tokens is {text!r}; write a number, as in 4M or 65536") from None
+
+
+def interval(
+    model: options.Model,
+    hardware: options.HardwareOfPaper = "tpu-v3",
+    devices: options.DevicesOfPaper = None,
+    devices_per_host: Annotated[int, typer.Option(help="devices of each host", min=1)] = 8,
+    host_days: Annotated[float, typer.Option(help="days between two failures of one host")] = 180.0,
+    disk_rate: Annotated[float, typer.Option(help="GB/s that a host writes and reads")] = 1.0,
+    restart: Annotated[
+        float, typer.Option(help="seconds to detect a failure and start again, without loading")
+    ] = 60.0,
+    as_json: options.Json = False,
+    plots: options.Plots = None,
+) -> None:
+    """Find the checkpoint interval that loses the least time to failures of hosts."""
+    from gshard.models import failures
+    from gshard.models.family import plan
+
+    if min(host_days, disk_rate) <= 0 or restart < 0:
+        raise UserError(
+            f"--host-days {host_days:g}, --disk-rate {disk_rate:g} and --restart {restart:g}: "
+            "the first two must be above 0, the last at least 0"
+        )
+    try:
+        chosen = plan(model, devices)
+        found = chosen.forecast(hardware)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    state = found.memory.donated
+    save = failures.save_seconds(chosen, state, devices_per_host, 1e9 * disk_rate)
+    most = -(-chosen.devices // devices_per_host)
+    run = failures.FailingRun(most, host_days, save, restart + save)
+    hosts = sorted({-(-most // 16), -(-most // 4), most, 4 * most})
+    if as_json:
+        print(json.dumps({"model": model, "save_seconds": save, **failures.as_dict(run, hosts)}))
+    else:
+        print(
+            f"{model}: a host saves {state * min(devices_per_host, chosen.devices) / 1e9:.1f} GB "
+            f"in {save:.0f} s, starts again in {run.restart_seconds:.0f} s and fails every "
+            f"{host_days:g} days"
+        )
+        print("\n".join(failures.table(run, hosts)))
+    if plots is not None:
+        title = f"{model}, hosts that fail every {host_days:g} days"
+        typer.echo(str(failures.plot(run, hosts, plots / "failures.svg", title)), err=True)

@@ -1,4 +1,4 @@
-"""`gshard release`: a run's weights as a folder for others, with a card; or a check of one."""
+"""`gshard release` and `gshard import`: models as folders for others, and those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def release(
     ] = False,
 ) -> None:
     """Write what translating with a run needs: weights, vocabularies, settings and a card."""
-    from gshard.commands.show import console
+    from gshard.commands.show import say
     from gshard.graph.readable import size
     from gshard.mt import hosts
     from gshard.mt.errors import UserError, one_of
@@ -41,9 +41,7 @@ def release(
     hosts.start(1)
     if out is None:
         weights = make.verify(OpenedRun.open(run))
-        console.print(
-            f"{run}: {weights:,} weights, and every file matches its checksum", soft_wrap=True
-        )
+        say(f"{run}: {weights:,} weights, and every file matches its checksum")
         return
     opened = OpenedRun.open(run)
     if to == "huggingface":
@@ -55,4 +53,27 @@ def release(
     for path in sorted(made.rglob("*")):
         if path.is_file():
             held = size(path.stat().st_size)
-            console.print(f"{held:>8}  {path}", markup=False, soft_wrap=True, highlight=False)
+            say(f"{held:>8}  {path}")
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(help="local folder of an NllbMoe or M2M100 model")],
+    out: Annotated[Path, typer.Option(help="the new folder of the model")],
+) -> None:
+    """Read a checkpoint of Hugging Face's NllbMoe or M2M100 as a gshard model with equal logits."""
+    import jax
+
+    from gshard.commands.show import say
+    from gshard.mt import hosts
+    from gshard.mt.release.imported import import_model
+    from gshard.mt.run import CONFIG
+
+    hosts.start(1)
+    model = import_model(folder, out)
+    count = sum(leaf.size for leaf in jax.tree.leaves(model))
+    c = model.config
+    use = f"`gshard translate {out}` translates with it"
+    if not (out / CONFIG).is_file():
+        use = "in Python: gshard.mt.release.imported.load_import (it has no tokenizer)"
+    layers = f"{c.encoder_layers} + {c.decoder_layers} layers"
+    say(f"{out}: {count:,} weights, {layers}, {c.experts} experts; {use}")

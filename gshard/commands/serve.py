@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.commands.options import (
-    Alpha,
-    Beam,
-    Checkpoint,
-    Devices,
-    Engine,
-    Rows,
-    Run,
-    Threads,
-    Weights,
-)
+from gshard.commands import options
 
 if TYPE_CHECKING:
     from gshard.mt.serving.ray_serve import RayServer
@@ -39,7 +29,7 @@ _On = Annotated[
 
 
 def serve(
-    run: Run,
+    run: options.Run,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is all")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on; 0 takes any free one")] = 8000,
     keys: _Keys = None,
@@ -56,15 +46,15 @@ def serve(
     logs: Annotated[str, typer.Option(help="none, text or json: a line for each request")] = "none",
     workers: _Workers = 1,
     on: _On = "",
-    beam: Beam = 4,
+    beam: options.Beam = 4,
     alternatives: Annotated[int, typer.Option(help="translations to show")] = 4,
-    alpha: Alpha = 0.6,
-    checkpoint: Checkpoint = "best",
-    rows: Rows = 32,
-    devices: Devices = 0,
-    engine: Engine = "auto",
-    weights: Weights = "",
-    threads: Threads = 0,
+    alpha: options.Alpha = 0.6,
+    checkpoint: options.Checkpoint = "best",
+    rows: options.Rows = 32,
+    devices: options.Devices = 0,
+    engine: options.Engine = "auto",
+    weights: options.Weights = "",
+    threads: options.Threads = 0,
 ) -> None:
     """Serve a model: LibreTranslate's API, and a page with a translation and its experts."""
     from gshard.mt.decoding.engines import engine_of

@@ -14,6 +14,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console, Group
@@ -99,35 +100,37 @@ def working() -> Iterator[Callable[[str], None]]:
     """
     console = screen(stderr=True)
     if not console.is_terminal:
-        yield functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        yield functools.partial(say, on=console)
         return
     with console.status("starting") as status:
         yield lambda text: status.update(escape(text))
 
 
 console = screen()
+
+
+def say(text: str, on: Console = console) -> None:
+    """A line as it is, however long."""
+    on.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 SECONDS = 5.0  # between lines where there is no terminal
 
 
+@dataclass(frozen=True)
 class Bars:
     """A bar for each stage, with the name of the last item."""
 
-    def __init__(self, progress: Progress):
-        self._progress = progress
+    progress: Progress
 
     def stage(self, name: str, total: int) -> Advance:
         """Begin a stage; the returned function advances its bar and shows a note."""
-        return bar(self._progress, name, total)
+        task = self.progress.add_task(name, total=total, note="")
 
+        def step(note: str = "", count: int = 1) -> None:
+            self.progress.update(task, advance=count, note=note)
 
-def bar(progress: Progress, name: str, total: int) -> Advance:
-    """A new bar among those of `progress`, as the step of a stage."""
-    task = progress.add_task(name, total=total, note="")
-
-    def step(note: str = "", count: int = 1) -> None:
-        progress.update(task, advance=count, note=note)
-
-    return step
+        return step
 
 
 class Lines:
@@ -145,7 +148,7 @@ class Lines:
             if done == total or time.monotonic() - printed > SECONDS:
                 printed = time.monotonic()
                 text = f"{name}: {done:,} of {total:,}, {printed - begun:.0f} s {note}"
-                console.print(text.rstrip(), markup=False, soft_wrap=True)
+                say(text.rstrip())
 
         return step
 
@@ -177,7 +180,7 @@ def problems(found: Sequence[Skipped], most: int = 20) -> None:
         return
     console.print(f"[yellow]skipped {len(found)}:[/yellow]")
     for problem in found[:most]:
-        console.print(f"  {problem.what}: {problem.why}", markup=False, soft_wrap=True)
+        say(f"  {problem.what}: {problem.why}")
     if len(found) > most:
         console.print(f"  and {len(found) - most} more; the manifest lists all")
 
@@ -212,13 +215,12 @@ class TrainDisplay:
 
     def stage(self, name: str, total: int) -> Advance:
         """A bar for a stage of the preparation."""
-        if not _panel.is_terminal:
-            return Lines().stage(name, total)
-        return bar(self._bars, name, total)
+        shown = Bars(self._bars) if _panel.is_terminal else Lines()
+        return shown.stage(name, total)
 
     def note(self, text: str) -> None:
         """A line of its own."""
-        _panel.print(text, markup=False, soft_wrap=True)
+        say(text, _panel)
 
     def update(self, record: dict[str, Any], steps: int, seconds_left: float) -> None:
         """The newest figures."""

@@ -1,4 +1,4 @@
-"""`gshard study`: carry out a plan of runs, and report on all of them."""
+"""`gshard report` and `gshard study`: a page of runs; a plan of runs, carried out and reported."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from gshard.commands.options import Runs
 
 if TYPE_CHECKING:
     from gshard.mt.study.plan import Study
@@ -55,7 +57,6 @@ def study(
 
 def _work(plan: Study, only: str, until: str, seconds: float, processes: int) -> None:
     from gshard.commands import show
-    from gshard.commands.show import TrainDisplay
     from gshard.mt import hosts
     from gshard.mt.data.corpus import Corpus
     from gshard.mt.errors import one_of
@@ -67,15 +68,12 @@ def _work(plan: Study, only: str, until: str, seconds: float, processes: int) ->
     hosts.start(plan.runs[0].config.devices.count)
     hosts.cache_programs()
 
-    def note(text: str) -> None:
-        show.console.print(text, markup=False, soft_wrap=True, highlight=False)
-
     names = tuple(name for name in only.split(",") if name)
-    shown = Shown(note, TrainDisplay, show.bars)
+    shown = Shown(show.say, show.TrainDisplay, show.bars)
     try:
         done = work(plan, Wanted(stage, names, seconds, processes), shown)
     except KeyboardInterrupt:
-        note("interrupted; run the same command again to continue")
+        show.say("interrupted; run the same command again to continue")
         raise typer.Exit(130) from None
     if not done:
         _show(plan)
@@ -83,17 +81,37 @@ def _work(plan: Study, only: str, until: str, seconds: float, processes: int) ->
 
 
 def _show(plan: Study) -> None:
-    from gshard.commands.show import console
+    from gshard.commands.show import console, say
     from gshard.mt.study.plan import lines, overview_table
 
     console.print(overview_table(plan))
     for line in lines(plan):
-        console.print(line, markup=False, soft_wrap=True, highlight=False)
+        say(line)
 
 
 def _report(plan: Study, out: Path | None) -> None:
-    from gshard.commands.show import console
+    from gshard.commands.show import say
     from gshard.mt.study.results import write_results
 
     for path in write_results(plan, out or plan.folder / "report"):
-        console.print(f"written: {path}", markup=False, soft_wrap=True, highlight=False)
+        say(f"written: {path}")
+
+
+def report(
+    runs: Runs,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="the page", show_default="RUN/report.html; report.html for several"),
+    ] = None,
+) -> None:
+    """Write one self-contained page: quality, losses, data, experts and translations of runs."""
+    from gshard.commands.show import say
+    from gshard.mt.report import write_report
+
+    path, shown = write_report(runs, out)
+    for run in shown:
+        for problem in run.problems:
+            say(f"{run.name}: {problem}")
+        if run.evaluation is None:
+            say(f"{run.name}: not evaluated yet (`gshard evaluate {run.folder}`)")
+    say(f"report: {path}")

@@ -1,4 +1,4 @@
-"""`gshard train`: start a run, or continue one."""
+"""`gshard train`: start a run, or continue one; `gshard launch`: in several local processes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.commands.options import (
-    Coordinator,
-    Languages,
-    Least,
-    Process,
-    Processes,
-    complete_what_to_train,
-    members,
-)
+from gshard.commands import options
 
 if TYPE_CHECKING:
     from gshard.mt.config import RunConfig
@@ -31,7 +23,7 @@ What = Annotated[
     str,
     typer.Argument(
         help="a preset (tiny, dense, small, base, ...), a config file, or a run",
-        autocompletion=complete_what_to_train,
+        autocompletion=options.complete_what_to_train,
     ),
 ]
 Settings = Annotated[
@@ -74,13 +66,13 @@ def train(
     settings: Settings = None,
     out: Out = None,
     corpus: CorpusFolder = None,
-    coordinator: Coordinator = "",
-    processes: Processes = None,
-    process: Process = None,
+    coordinator: options.Coordinator = "",
+    processes: options.Processes = None,
+    process: options.Process = None,
     ray: OnRay = False,
     nodes: Nodes = 0,
-    least: Least = 0,
-    languages: Languages = "",
+    least: options.Least = 0,
+    languages: options.Languages = "",
     back_to: BackTo = None,
     checked: Checked = None,
     proved: Proved = False,
@@ -103,7 +95,7 @@ def train(
     with reporting() as reporter:
         from gshard.mt import hosts
 
-        which = members(coordinator, processes, process)
+        which = options.members(coordinator, processes, process)
         hosts.start(config.devices.count, which, settings=_compared(config, back_to))
         from gshard.commands.show import TrainDisplay
         from gshard.mt.atomic import locked
@@ -149,7 +141,7 @@ def _compared(config: RunConfig, back_to: int | None) -> dict[str, object]:
 
 def _on_ray(arguments: Sequence[str], nodes: int, least: int) -> int:
     """Train on a Ray cluster; the exit status."""
-    from gshard.commands.show import console
+    from gshard.commands.show import say
     from gshard.mt.errors import UserError
     from gshard.mt.launch.local import gshard_command
     from gshard.mt.launch.supervisor import Supervisor, without_checkpoint
@@ -160,7 +152,7 @@ def _on_ray(arguments: Sequence[str], nodes: int, least: int) -> int:
         raise UserError("--ray needs more packages: pip install 'gshard[cluster]'") from None
 
     def note(text: str) -> None:
-        console.print(f"ray: {text}", markup=False, soft_wrap=True)
+        say(f"ray: {text}")
 
     cluster = RayCluster(os.environ.get("RAY_ADDRESS"))
     count = nodes or len(cluster.nodes())
@@ -171,18 +163,15 @@ def _on_ray(arguments: Sequence[str], nodes: int, least: int) -> int:
 
 
 def _summarize(run: Run, outcome: Outcome) -> None:
-    from gshard.commands.show import console
+    from gshard.commands.show import say
 
-    steps = run.config.train.steps
-    console.print(
+    steps, done = run.config.train.steps, f"`gshard evaluate {run.folder}` measures it"
+    say(
         f"step {outcome.step:,} of {steps:,}, best at step {outcome.best:,}, "
-        f"{outcome.waited:.1%} of the time spent waiting for data",
-        soft_wrap=True,
+        f"{outcome.waited:.1%} of the time spent waiting for data"
     )
-    if outcome.step >= steps:
-        console.print(f"`gshard evaluate {run.folder}` measures it", soft_wrap=True)
-    else:
-        console.print(f"stopped and saved; `gshard train {run.folder}` continues", soft_wrap=True)
+    stopped = f"stopped and saved; `gshard train {run.folder}` continues"
+    say(done if outcome.step >= steps else stopped)
 
 
 def _configured(what: str, settings: Sequence[str], corpus: Path | None) -> tuple[RunConfig, Path]:
@@ -209,9 +198,51 @@ def _configured(what: str, settings: Sequence[str], corpus: Path | None) -> tupl
 
 
 def _list_settings(config: RunConfig) -> None:
-    from gshard.commands.show import console
+    from gshard.commands.show import say
     from gshard.mt.config import settings
 
     for name, value, _ in settings(config):
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else value
-        console.print(f"{name}={text}", markup=False, highlight=False, soft_wrap=True)
+        say(f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
+
+
+_COMMANDS = ("train", "translate", "evaluate")
+# Everything after the command's name is passed to that command, options included.
+LAUNCH = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+
+
+def launch(
+    command: Annotated[
+        list[str], typer.Argument(help="train, translate or evaluate, with its arguments")
+    ],
+    processes: Annotated[
+        int, typer.Option("-n", "--processes", help="how many processes", min=1, max=1024)
+    ] = 2,
+    least: options.Least = 0,
+    failures: Annotated[
+        int, typer.Option(help="give up after this many restarts without a new step", min=1)
+    ] = 3,
+) -> None:
+    """Run several processes on this machine, and restart them when one dies or hangs."""
+    from gshard.commands.show import say, screen
+    from gshard.mt.errors import UserError, nearest
+    from gshard.mt.launch.local import ThisMachine, gshard_command
+    from gshard.mt.launch.supervisor import Supervisor, Timeouts, without_checkpoint
+
+    what = command[0]
+    if what not in _COMMANDS:
+        known = ", ".join(_COMMANDS)
+        raise UserError(f"`gshard launch` runs {known}, not {what!r}{nearest(what, _COMMANDS)}")
+    # Output that was written cannot be taken back, so these are not restarted.
+    if what == "translate" and not any(word.split("=")[0] == "--out" for word in command):
+        failures = 1
+    # Standard output is reserved for translations.
+    console = screen(stderr=what == "translate", hurried=True)
+
+    def note(text: str) -> None:
+        say(f"launch: {text}", console)
+
+    begun = gshard_command(command)
+    again = without_checkpoint(begun) if what == "train" else begun
+    timeouts = Timeouts(failures=failures)
+    supervisor = Supervisor(ThisMachine(), begun, processes, note, timeouts, least, again)
+    raise typer.Exit(supervisor.run())

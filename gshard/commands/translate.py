@@ -13,22 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.commands.options import (
-    Alpha,
-    Beam,
-    Checkpoint,
-    Coordinator,
-    Devices,
-    Engine,
-    Json,
-    Process,
-    Processes,
-    Rows,
-    Run,
-    Threads,
-    Weights,
-    members,
-)
+from gshard.commands import options
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.lines import Output, TextLines
@@ -49,30 +34,30 @@ _Target = Annotated[str, typer.Option("--to", help="language to translate into",
 
 
 def translate(
-    run: Run,
+    run: options.Run,
     file: Annotated[
         Path | None,
         typer.Argument(help="text, one sentence per line", show_default="standard input"),
     ] = None,
     source: _Source = "",
     target: _Target = "",
-    beam: Beam = 4,
+    beam: options.Beam = 4,
     nbest: Annotated[int, typer.Option(help="translations of each line, the best first")] = 1,
-    alpha: Alpha = 0.6,
-    as_json: Json = False,
-    checkpoint: Checkpoint = "best",
-    rows: Rows = 32,
+    alpha: options.Alpha = 0.6,
+    as_json: options.Json = False,
+    checkpoint: options.Checkpoint = "best",
+    rows: options.Rows = 32,
     encoding: Annotated[str, typer.Option(help="encoding of the input text")] = "utf-8",
     out: Annotated[
         Path | None, typer.Option(help="write to this file; run again to continue it")
     ] = None,
-    devices: Devices = 0,
-    engine: Engine = "auto",
-    weights: Weights = "",
-    threads: Threads = 0,
-    coordinator: Coordinator = "",
-    processes: Processes = None,
-    process: Process = None,
+    devices: options.Devices = 0,
+    engine: options.Engine = "auto",
+    weights: options.Weights = "",
+    threads: options.Threads = 0,
+    coordinator: options.Coordinator = "",
+    processes: options.Processes = None,
+    process: options.Process = None,
 ) -> None:
     """Translate lines of text from a file, or from standard input as they arrive."""
     from gshard.mt.broadcast import Broadcast
@@ -82,7 +67,7 @@ def translate(
     from gshard.mt.launch.status import reporting
     from gshard.mt.run import Run as OpenedRun
 
-    opened, which = OpenedRun.open(run), members(coordinator, processes, process)
+    opened, which = OpenedRun.open(run), options.members(coordinator, processes, process)
     longest = opened.config.batch.source_length  # the longest that the model was trained on
     config = TranslateConfig(beam, nbest, alpha, rows, max(longest, 16))
     wanted = choose_target(opened.tokenizer, source, target)
@@ -215,10 +200,10 @@ def _status(text: str) -> contextlib.AbstractContextManager[object]:
 def _progress(first: int, last: int) -> contextlib.AbstractContextManager[Progress]:
     """A bar on standard error while a chunk is translated, removed afterwards."""
     from gshard.commands.show import bars, screen
-    from gshard.mt.progress import Silent
+    from gshard.mt.progress import SILENT
 
     console = screen(stderr=True)
     if not console.is_terminal:
-        return contextlib.nullcontext(Silent())
+        return contextlib.nullcontext(SILENT)
     lines = f"line {first:,}" if first == last else f"lines {first:,} to {last:,}"
     return bars(console, lines, transient=True, redirect_stdout=False)

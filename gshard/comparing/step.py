@@ -21,8 +21,8 @@ from jax.dtypes import canonicalize_dtype
 import gshard
 from gshard.capture.calls import called_with, names_of
 from gshard.comparing.torch_step import step_of_torch
-from gshard.contrib._swap import partitioned
-from gshard.forecast import Hardware
+from gshard.contrib._swap import as_array, partitioned
+from gshard.forecast import Hardware, hardware
 from gshard.jit import Jitted
 
 # Where Equinox, Flax NNX and gshard's own wrappers of them keep the function of arrays.
@@ -32,13 +32,19 @@ Change = Callable[[Any], Any]
 
 
 class Step:
-    """A step and its arguments, which may be abstract."""
+    """A step and its arguments, which may be abstract; of a torch module, in `parts`."""
 
-    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], remat: str | None = None):
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        remat: str | None = None,
+        parts: int = 0,
+    ):
         self._module: Any = step if hasattr(step, "named_parameters") else None  # of torch
         self._remat = remat
         if self._module is not None:
-            step, args = step_of_torch(self._module, args, remat)
+            step, args = step_of_torch(self._module, args, remat, parts)
         self._step: Any = step if hasattr(step, "lower") else gshard.jit(step)
         self.args = args
         self.name = getattr(step, "__name__", type(step).__name__)
@@ -70,16 +76,17 @@ class Step:
         return not any(hasattr(self._step, name) for name in _INSIDE)
 
     def by_gshard(
-        self, hardware: Hardware, arguments: Change | None = None, **keywords: Any
+        self, machine: str | Hardware | None, arguments: Change | None = None, **keywords: Any
     ) -> gshard.Lowered:
-        """The program that gshard makes of it, with these `keywords` of `gshard.jit`.
+        """The program that gshard makes of it for this hardware, with `keywords` of `gshard.jit`.
 
         `arguments` is applied to the arguments inside of it.
         """
 
         def changed(inside: Any) -> Any:
             own = inside if isinstance(inside, Jitted) else partitioned(inside, {})
-            return _with_options(own, arguments, hardware=hardware, **keywords)
+            known = hardware(machine) if machine is not None else None
+            return _with_options(own, arguments, hardware=known, **keywords)
 
         return self._lowered(changed)
 
@@ -106,6 +113,8 @@ class Step:
         own, args = getattr(self._step, "__wrapped__", self._step), self.args
         if self._module is not None:  # torch counts in 64 bits
             args = (*args[:2], *jax.tree.map(_available, args[2:]))
+        if hasattr(self._step, "_cached"):
+            args = jax.tree.map(as_array, args)
         called = called_with(own, args, {})
         with _all_frames(), called, _changed_inside(self._step, change) as step:
             lowered = step.lower(*args)

@@ -13,16 +13,20 @@ import gshard
 
 
 def step_of_torch(
-    module: Any, inputs: tuple[Any, ...], remat: str | None = None
+    module: Any, inputs: tuple[Any, ...], remat: str | None = None, parts: int = 0
 ) -> tuple[Any, tuple[Any, ...]]:
     """A step and its arguments, for a module, the shapes of its inputs and `from_torch`'s `remat`.
 
-    Inputs are split over the devices along their first dim (data parallelism); a dict has inputs by
-    name. What is in the module, dropout and its mode, is as it was exported.
+    Inputs are shapes, arrays or torch's tensors, of which the shapes count. They are split in
+    `parts`, by default as many as there are devices, along their first dim (data parallelism); a
+    dict has inputs by name. What is in the module, dropout and its mode, is as it was exported.
     """
     import torch
 
     from gshard.contrib.torch import from_torch
+
+    def described(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(tuple(x.shape), str(x.dtype).removeprefix("torch."))
 
     def example(x: Any) -> Any:
         return torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="meta")
@@ -30,6 +34,7 @@ def step_of_torch(
     def by_name(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return ((), inputs[0]) if [*map(type, inputs)] == [dict] else (inputs, {})
 
+    inputs = jax.tree.map(described, inputs)
     examples = by_name(jax.tree.map(example, inputs))
     function, params = from_torch(module.to("meta"), *examples, remat=remat)
 
@@ -41,9 +46,9 @@ def step_of_torch(
         return sum(jnp.mean(x.astype(jnp.float32)) for x in floats) if own is None else own
 
     def step(params: Any, key: Any, *inputs: Any) -> Any:
-        parts = jax.device_count()  # of one, `gshard.auto` chooses for others
-        if parts > 1:
-            inputs = jax.tree.map(lambda x: gshard.split(x, 0, parts) if x.ndim else x, inputs)
+        count = parts or jax.device_count()  # of one, `gshard.auto` chooses for others
+        if count > 1:
+            inputs = jax.tree.map(lambda x: gshard.split(x, 0, count) if x.ndim else x, inputs)
         gradients = jax.grad(loss)(params, key, inputs)
         return jax.tree.map(lambda w, g: w - 1e-3 * g, params, gradients)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 import gshard
 from gshard import _jax
@@ -29,6 +30,12 @@ SAME = (
 def take_own(keywords: dict[str, Any]) -> dict[str, Any]:
     """The keywords that are gshard's alone, removed from `keywords`."""
     return {name: keywords.pop(name) for name in OWN_KEYWORDS & keywords.keys()}
+
+
+def as_array(leaf: Any) -> Any:
+    """An array without memory for a `jax.ShapeDtypeStruct`: Equinox traces arrays alone."""
+    is_array = isinstance(leaf, jax.ShapeDtypeStruct)
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) if is_array else leaf
 
 
 def partitioned(jitted: Any, own: dict[str, Any]) -> Any:

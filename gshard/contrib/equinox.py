@@ -8,10 +8,9 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import numpy as np
 
 from gshard.capture.calls import called_with
-from gshard.contrib._swap import LibraryLowered, partitioned, take_own
+from gshard.contrib._swap import LibraryLowered, as_array, partitioned, take_own
 
 
 def filter_jit(
@@ -70,7 +69,7 @@ class FilterJitted:
 
     def lower(self, /, *args: Any, **kwargs: Any) -> LibraryLowered:
         """Partition for arguments like these; arrays in them may be `jax.ShapeDtypeStruct`s."""
-        args, kwargs = jax.tree.map(_as_array, (args, kwargs))
+        args, kwargs = jax.tree.map(as_array, (args, kwargs))
         with called_with(self._wrapper.__wrapped__, args, kwargs):
             found = self._wrapper.lower(*args, **kwargs)
         return LibraryLowered(found.lowered, found.compile)
@@ -78,9 +77,3 @@ class FilterJitted:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method of a module."""
         return self if instance is None else eqx.Partial(self, instance)
-
-
-def _as_array(leaf: Any) -> Any:
-    """An array without memory for a `jax.ShapeDtypeStruct`: Equinox traces arrays alone."""
-    is_array = isinstance(leaf, jax.ShapeDtypeStruct)
-    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) if is_array else leaf

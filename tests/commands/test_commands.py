@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import typer.core
 from rich.console import Console
 from rich.text import Text
 from typer.main import get_command
@@ -147,6 +148,69 @@ def layer(x, w):
 """
 
 
+WRAPPED = """
+import equinox as eqx
+import gshard
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+class Block(eqx.Module):
+    up: eqx.nn.Linear
+
+def loss(block, x):
+    return jnp.mean(jax.vmap(block.up)(gshard.split(x, 0, 8)) ** 2)
+
+of_equinox = eqx.filter_jit(eqx.filter_grad(loss))
+
+def of_equinox_shapes():
+    return Block(eqx.nn.Linear(16, 32, key=jax.random.key(0))), jax.ShapeDtypeStruct((64, 16), "f4")
+
+@nnx.jit
+def of_nnx(model, x):
+    x = gshard.split(x, 0, 8)
+    gradients = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
+    nnx.update(model, jax.tree.map(lambda w, g: w - g, nnx.state(model), gradients))
+
+def of_nnx_shapes():
+    return nnx.Linear(16, 32, rngs=nnx.Rngs(0)), jax.ShapeDtypeStruct((64, 16), "f4")
+"""
+WRAPPED_IN_TORCH = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.silu(self.up(x)))
+
+of_torch = Net()
+
+def of_torch_shapes():
+    return torch.ones(64, 16),
+"""
+
+
+@pytest.mark.parametrize("library", ["equinox", "flax", "torch"])
+def test_explain_and_profile_take_a_step_as_its_library_compiles_it(library, tmp_path, monkeypatch):
+    """Not the function inside: what NNX changes in place is a part of the step."""
+    pytest.importorskip(library)
+    text = WRAPPED_IN_TORCH if library == "torch" else WRAPPED
+    (tmp_path / f"wrapped_{library}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    step = f"wrapped_{library}:of_{library.replace('flax', 'nnx')}"
+    given = [step, "--arguments", f"{step}_shapes"]
+    done = CliRunner().invoke(app, ["explain", *given, "--json"])
+    sent = [c["bytes"] for c in json.loads(done.stdout)["collectives"]]
+    weights = 17 * 32 * 4 + (32 * 32 * 4 if library == "torch" else 0)  # a bias of constants
+    assert sum(sent) == 2 * weights * 7 // 8
+    done = CliRunner().invoke(app, ["profile", *given, "--steps", "2"])
+    assert f"wrapped_{library}.py:" in done.stdout
+    assert "steps: " in done.stdout
+
+
 def test_explain_says_for_which_hardware_and_leaves_out_the_step_around_it(tmp_path, monkeypatch):
     (tmp_path / "explained_layer.py").write_text(LAYER)
     monkeypatch.chdir(tmp_path)
@@ -246,6 +310,9 @@ def test_help_shows_every_word_of_an_options_description():
     assert "the paper's" in shown
 
 
+@pytest.mark.skipif(
+    not hasattr(typer.core.TyperOption, "display_type"), reason="Typer before 0.29 has its own"
+)
 def test_types_in_help_are_nouns_and_flags_have_none():
     shown = CliRunner().invoke(app, ["explain", "-h"], env={"COLUMNS": "200"}).output
     assert not re.search(r"<\w+|\bbool\b|list\[", shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import itertools
@@ -148,7 +149,7 @@ def framed(path: str, line: int, module: str) -> Callable[..., Any]:
     code = code.replace(
         co_filename=path, co_firstlineno=line, co_linetable=table, co_name=name, co_qualname=name
     )
-    return types.FunctionType(code, {})
+    return types.FunctionType(code, {"__builtins__": builtins})  # with which C code imports
 
 
 class ExportedGraph:

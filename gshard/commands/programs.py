@@ -1,0 +1,271 @@
+"""`gshard explain`, `compare`, `auto`, `fits` and `profile`: what any JAX program would do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gshard.commands.functions import arguments_of, imported, one_line_errors, use_virtual_devices
+from gshard.commands.options import Arguments, Hardware, HardwareOfPaper, Json, Page, Plots, Shapes
+from gshard.commands.show import working
+from gshard.errors import UserError
+from gshard.untrusted import printable_lines
+
+if TYPE_CHECKING:
+    from gshard.explanation import Explanation
+    from gshard.runtime.stages import Lowered
+
+_DOES_NOT_FIT = 3  # the exit status of `fits`; 1 and 2 are mistakes
+_Annotated = Annotated[
+    str, typer.Argument(help="module:function with annotations; with or without jit")
+]
+_Step = Annotated[str, typer.Argument(help="module:function, with or without jax.jit")]
+_Devices = Annotated[int, typer.Option(help="number of devices", min=1)]
+_Auto = Annotated[
+    float, typer.Option("--budget", help="seconds of gshard.auto; 0 skips it", min=0.0)
+]
+
+
+def _print(found: Any, as_json: bool) -> None:
+    """What was found, for programs or for people."""
+    print(json.dumps(found.as_dict(), indent=1) if as_json else printable_lines(str(found)))
+
+
+def explain(
+    function: _Annotated,
+    shapes: Shapes = None,
+    arguments: Arguments = None,
+    devices: _Devices = 8,
+    hardware: Hardware = None,
+    as_json: Json = False,
+    page: Page = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--budget",
+            help="seconds to try other annotations",
+            show_default="10; 0 if large",
+            min=0.0,
+        ),
+    ] = None,
+    prove: Annotated[
+        bool,
+        typer.Option("--prove", help="prove that all devices compute what the function does"),
+    ] = False,
+    dump: Annotated[
+        Path | None, typer.Option(help="a folder for the program after every stage of lowering")
+    ] = None,
+) -> None:
+    """Explain what a partitioned function sends, why, and which annotation to change."""
+    from gshard.comparing.step import Step
+
+    with one_line_errors():
+        step = Step(imported(function), arguments_of(shapes, arguments), parts=devices)
+        with working() as tell:
+            tell(f"partitioning {function} for {devices} devices")
+            lowered = step.by_gshard(hardware, devices=devices)
+        if prove:
+            raise typer.Exit(_prove(lowered))
+        explanation = lowered.explain(seconds=seconds)
+        if as_json:
+            sent = [{**asdict(c), "reason": c.reason} for c in lowered.collectives]
+            print(json.dumps({**lowered.forecast().as_dict(), "collectives": sent}, indent=1))
+        else:
+            _show(explanation)
+        if page is not None:
+            page.write_text(explanation.page(), encoding="utf-8")
+        if dump is not None:
+            lowered.dump(dump)
+
+
+def _prove(lowered: Lowered) -> int:
+    """Print the proof, or what differs; the exit status."""
+    with working() as tell:
+        tell("running both programs in a finite field")
+        report = lowered.prove()
+    print(printable_lines(str(report)))
+    return 0 if report.ok else 1
+
+
+def _show(explanation: Explanation) -> None:
+    """Bytes and lines at once; then the changes of annotations, with a bar while they are tried."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from gshard.explanation.text import fix_lines, text
+
+    if explanation.is_default:
+        name = explanation.forecast.hardware.name
+        print(f"hardware: {name}, as JAX reports; --hardware plans and times for another")
+    print(printable_lines("\n".join(text(explanation))), flush=True)
+    if not explanation.lines:
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("trying other annotations", total=None)
+        explanation.search(lambda done, total: bar.update(task, completed=done, total=total))
+    print(printable_lines("\n".join(["", *fix_lines(explanation)])))
+
+
+def compare(
+    step: _Step,
+    shapes: Shapes = None,
+    arguments: Arguments = None,
+    devices: _Devices = 8,
+    hardware: HardwareOfPaper = "h100",
+    seconds: _Auto = 30.0,
+    as_json: Json = False,
+    page: Page = None,
+) -> None:
+    """Compare what XLA and gshard make of a training step; no accelerator needed."""
+    from gshard.comparing.comparison import compare
+    from gshard.comparing.step import Step
+
+    with one_line_errors():
+        use_virtual_devices(devices)
+        given = Step(imported(step), arguments_of(shapes, arguments))
+        with working() as tell:
+            found = compare(given, hardware, seconds, tell)
+    _print(found, as_json)
+    if page is not None:
+        page.write_text(found.page(), encoding="utf-8")
+
+
+def fits(
+    step: _Step,
+    shapes: Shapes = None,
+    arguments: Arguments = None,
+    on: Annotated[str, typer.Option(help="number and kind of devices, as in 8xh100")] = "8xh100",
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="positions of the arguments with a batch dim", show_default="last"),
+    ] = None,
+    seconds: _Auto = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Say whether a training step fits in memory; exit status 0 if it does, 3 if not."""
+    from gshard.comparing.fits import fits
+    from gshard.comparing.step import Step
+    from gshard.forecast import hardware
+
+    with one_line_errors():
+        asked = re.fullmatch(r"(\d+)\s*x\s*(\S+)", on)
+        if asked is None:
+            raise ValueError(f"--on is {on!r}; write number and kind of devices, as in 8xh100")
+        machine = hardware(asked[2])
+        use_virtual_devices(int(asked[1]))
+        given = Step(imported(step), arguments_of(shapes, arguments))
+        with working() as tell:
+            found = fits(given, machine, batch, seconds, tell)
+    _print(found, as_json)
+    if not found.fits:
+        raise typer.Exit(_DOES_NOT_FIT)
+
+
+@contextlib.contextmanager
+def _phases(tell: Callable[[str], None]) -> Iterator[None]:
+    """Say which phase a search has begun, while the block runs."""
+    log, handler = logging.getLogger("gshard.auto"), logging.Handler()
+    handler.emit = lambda record: tell(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+def auto(
+    function: Annotated[str, typer.Argument(help="module:function")],
+    shapes: Shapes = None,
+    arguments: Arguments = None,
+    devices: _Devices = 8,
+    hardware: Hardware = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="bytes on each device, as in '16 GB'", show_default="the hardware's"),
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            "--budget", help="seconds of search; at least 10 until a layout fits", min=0.0
+        ),
+    ] = 60.0,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="show what else was considered, and which limits bind")
+    ] = False,
+    as_json: Json = False,
+    out: Annotated[Path | None, typer.Option(help="a file for the layout")] = None,
+    plots: Plots = None,
+) -> None:
+    """Choose a mesh and annotations for a function; no accelerator needed."""
+    from gshard.autosharding.layout.annotations import as_text
+    from gshard.comparing.step import Step
+
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UserError(f"--out is {out}; there is no folder {out.parent}")
+    with one_line_errors():
+        given = arguments_of(shapes, arguments)
+        step = Step(imported(function), given)
+        with working() as tell, _phases(tell):
+            tell(f"choosing annotations for {devices} devices, about {seconds:.0f} seconds")
+            keywords = {"devices": devices, "hardware": hardware, "memory": memory}
+            layout = step.by_auto(**keywords, seconds=seconds)
+    if out is not None:
+        layout.save(out)
+    if plots is not None:
+        plots.mkdir(parents=True, exist_ok=True)
+        typer.echo(str(layout.plot_frontier(plots / "frontier.svg")), err=True)
+    if as_json:
+        print(as_text(layout), end="")
+    else:
+        print(printable_lines(layout.explain() if explain else str(layout)))
+
+
+def profile(
+    function: _Annotated,
+    shapes: Shapes = None,
+    arguments: Arguments = None,
+    devices: Annotated[
+        int | None, typer.Option(help="virtual CPU devices", show_default="JAX's devices", min=1)
+    ] = None,
+    hardware: Hardware = None,
+    steps: Annotated[int, typer.Option(help="steps to run and measure at least", min=1)] = 5,
+    trace: Annotated[
+        Path | None, typer.Option(help="read this folder of jax.profiler.trace; run nothing")
+    ] = None,
+    fitted: Annotated[
+        Path | None, typer.Option(help="a TOML file for the hardware, fitted to the times")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a partitioned step under JAX's profiler, and compare it with its forecast."""
+    import jax
+
+    from gshard.comparing.step import Step
+    from gshard.explanation.profiled import trace_steps
+
+    with one_line_errors(), tempfile.TemporaryDirectory() as folder:
+        if devices is not None:
+            use_virtual_devices(devices)
+        step = Step(imported(function), arguments_of(shapes, arguments))
+        with working() as tell:
+            tell(f"partitioning and compiling {function}")
+            lowered = step.by_gshard(hardware, devices=tuple(jax.devices()))
+            lowered.compile()
+            if trace is None:
+                tell(f"running {steps} steps of {function}")
+                inside = step.args if step.is_plain else lowered.in_info
+                trace_steps(lowered.compile(), inside, steps, folder)
+            found = lowered.measured(trace or folder, hardware)
+    _print(found, as_json)
+    if fitted is not None:
+        fitted.write_text(found.hardware_toml(), encoding="utf-8")
