@@ -33,8 +33,8 @@ class Start(NamedTuple):
 # Limits are those of today's code: a change that needs more of a walk takes it from elsewhere.
 WALKS = {
     "lower": Start("gshard.runtime.pipeline", "lower", "traced", 12, 0),
-    "forecast": Start("gshard.forecast.report", "forecast", "jaxpr", 23, 9),
-    "auto": Start("gshard.autosharding.cost.model", "build", "subject", 24, 10),
+    "forecast": Start("gshard.forecast.report", "forecast", "jaxpr", 20, 5),
+    "auto": Start("gshard.autosharding.cost.model", "build", "subject", 13, 2),
     "training": Start("gshard.mt.training.loop", "train", "run", 33, 12),
 }
 

@@ -64,7 +64,7 @@ def run(
         _corpus()  # gshard is imported in this process
         functions = functions_of(root)
         pairs = ((m, swaps(m, root, functions)) for m in left())
-        keep((m, _swapped(names(m), seconds, found)) for m, found in pairs if found)
+        keep((m, _swapped(m, names(m), seconds, found)) for m, found in pairs if found)
 
     apart(in_place)
     keep((m, _imported(root, m, names(m), seconds)) for m in left())
@@ -111,11 +111,13 @@ def _record(root: Path, folder: Path, jobs: int, say: Say) -> None:
     say(f"{len(corpus)} programs are recorded, {len(todo)} of them now")
 
 
-def _swapped(names: Sequence[str], seconds: float, found: Sequence[Any]) -> Work:
+def _swapped(
+    mutation: Mutation, names: Sequence[str], seconds: float, found: Sequence[Any]
+) -> Work:
     def child(out: Path) -> None:
         for function, code in found:
             function.__code__ = code
-        _prove(names, seconds, out)
+        _prove(mutation, names, seconds, out)
 
     return child
 
@@ -127,7 +129,7 @@ def _imported(root: Path, mutation: Mutation, names: Sequence[str], seconds: flo
         assert text is not None
         load(root, {mutation.file: compile(text, str(path), "exec", dont_inherit=True)})
         try:
-            _prove(names, seconds, out)
+            _prove(mutation, names, seconds, out)
         except Exception:
             _append(out, {"program": "import", "found": "raised"})
 
@@ -144,12 +146,15 @@ def _begin() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
 
 
-def _prove(names: Sequence[str], seconds: float, out: Path) -> None:
-    """The programs in which this process's gshard is refuted, until one is by its line."""
+def _prove(mutation: Mutation, names: Sequence[str], seconds: float, out: Path) -> None:
+    """The programs in which this process's gshard is refuted, until one is by its line.
+
+    Those that were written for this mutation come first.
+    """
     corpus = _corpus()
     _begin()
     until = time.process_time() + seconds
-    for name in names:
+    for name in sorted(names, key=lambda name: mutation.name not in corpus[name].shows):
         found = _found(corpus[name])
         _append(out, {"program": name, "found": "met"})
         if found:
@@ -164,7 +169,7 @@ def _found(program: Any) -> str:
 
     try:
         function, arguments, keywords = program.make()
-        report = gshard.prove(function, *arguments, devices=8, **keywords)
+        report = gshard.prove(function, *arguments, **{"devices": 8, **keywords})
     except Exception:  # the mutant is noticed without a proof
         return "raised"
     if report.first is None:

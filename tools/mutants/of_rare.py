@@ -9,7 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
+import gshard
 from gshard import replicate, shard, split
 from tools.mutants.programs import array, given
 
@@ -181,3 +185,60 @@ def _divided_sums(x: Any, z: Any) -> Any:
     x, z = split(x * 2, 0, 8), split(z * 2, 0, 8)
     y = lax.div(jnp.sum(x, 0), jnp.int32(3)) + lax.div(jnp.sum(z, 0), jnp.int32(5))  # here
     return y + 1
+
+
+@given(array(24, 6), array(6), shows=["rowmap-update-computed"])
+def _applied_to_rows(x: Any, w: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    y = x.at[2:5].apply(jnp.tanh)  # here
+    return y + w
+
+
+@given(array(24, 8), shows=["map-narrow"])
+def _rows_of_columns(x: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    y = jnp.pad(x[1:, 2:6:2], ((0, 1), (1, 0)))  # here
+    return y + 1
+
+
+@given(array(16, 6), array(16, 6, dtype="int32"), shows=["devices-zeros-key"])
+def _row_of_each_type(x: Any, n: Any) -> Any:
+    x, n = split(x * 2, 0, 8), split(n * 2, 0, 8)
+    return x[5:6] * 2, n[5:6] * 2  # here
+
+
+@given(array(16, 6), array(6, 8), array(16, 6), array(6, 8), shows=["choose-key-targets"])
+def _products_apart(a: Any, v: Any, b: Any, w: Any) -> Any:
+    """Equal products of equal shardings, one by rows and the other by columns."""
+    a, b, v, w = split(a * 2, 0, 8), split(b * 2, 0, 8), replicate(v * 2), replicate(w * 2)
+    return split(a @ v, 0, 8) + 1, split(b @ w, 1, 8) + 1  # here
+
+
+def _for_sixteen() -> None:
+    gshard.prove(_again_for_eight, array(16, 6), devices=16)
+
+
+@given(array(16, 6), shows=["sharding-key-devices"], before=_for_sixteen)
+def _again_for_eight(x: Any) -> Any:
+    x = replicate(x * 2)
+    return split(jnp.tanh(x), 0, 8) + 1  # here
+
+
+_center_p = Primitive("center")
+_center_p.def_abstract_eval(lambda x: ShapedArray(x.shape, x.dtype))
+
+
+def _by_wrong_rule() -> None:
+    """A rule of the user's, which is mended after a first program."""
+    center = mlir.lower_fun(lambda x: x - x.mean(1, keepdims=True), multiple_results=False)
+    mlir.register_lowering(_center_p, center)
+    gshard.register_rule(_center_p, "rows columns -> rows columns")
+    gshard.jit(_by_mended_rule, devices=8).lower(array(3, 16))
+    gshard.register_rule(_center_p, "rows before -> rows after")
+
+
+@given(array(3, 16), shows=["choose-in-place-rule"], before=_by_wrong_rule)
+def _by_mended_rule(x: Any) -> Any:
+    x = split(jnp.tanh(x), 1, 8)
+    y = _center_p.bind(x)  # here
+    return split(y, 1, 8) + 1

@@ -29,15 +29,26 @@ class Program:
     make: Callable[[], Made]
     file: str
     lines: Collection[int]  # those that may be named
+    shows: Collection[str] = ()  # the mutants that it was written for, which meet it first
 
 
 def _written(
-    function: Callable[..., Any], arguments: Sequence[np.ndarray], number: int = 0, **keywords: Any
+    function: Callable[..., Any],
+    arguments: Sequence[np.ndarray],
+    number: int = 0,
+    shows: Collection[str] = (),
+    before: Callable[[], Any] = lambda: None,
+    **keywords: Any,
 ) -> None:
     text, first = inspect.getsourcelines(function)
     lines = {first + n for n, line in enumerate(text) if "# here" in line}
     name, file = f"{function.__name__} {number}", inspect.getfile(function)
-    PROGRAMS.append(Program(name, lambda: (function, arguments, keywords), file, lines))
+
+    def make() -> Made:
+        before()
+        return function, arguments, keywords
+
+    PROGRAMS.append(Program(name, make, file, lines, shows))
 
 
 def array(*shape: int, dtype: str = "float32") -> np.ndarray:
@@ -49,7 +60,10 @@ def array(*shape: int, dtype: str = "float32") -> np.ndarray:
 
 
 def given(*arguments: np.ndarray, **keywords: Any) -> Callable[..., Any]:
-    """A program of these arguments, with keywords of `gshard.jit`."""
+    """A program of these arguments, with keywords of `gshard.jit`.
+
+    `shows` are mutants that it was written for, `before` what is done first in its process.
+    """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         _written(function, arguments, **keywords)
