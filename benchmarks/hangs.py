@@ -49,7 +49,7 @@ class Hang:
 
 
 def step(w, x):
-    """Six collectives in all: two of them three times, in a loop."""
+    """Four collectives, two of them three times, in a loop; each needs the one before."""
     import jax
     import jax.numpy as jnp
 
@@ -62,8 +62,8 @@ def step(w, x):
         return h, h.sum()
 
     h, sums = jax.lax.scan(layer, x, w)
-    best = jnp.max(h, axis=1)
-    return h @ w[0], sums, best
+    best = jnp.max(h, axis=1, keepdims=True)
+    return (h - best) @ w[0], sums
 
 
 def other(w, x):

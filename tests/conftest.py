@@ -70,20 +70,27 @@ def pytest_collection_modifyitems(items):
 
     Those of translation, some of which wait for other processes, come first: they do so while
     others compute. A function with several cases runs the first of every six; the others are slow
-    tests.
+    tests. Slow tests but those of translation run wherever a process is free, before quick ones.
     """
-    items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] != "mt")  # is stable
-    families = collections.defaultdict(list)
+    families = collections.Counter()
     for item in items:
         place = item.path.relative_to(HERE)
-        if place.parts[0] in COMPILING and not item.get_closest_marker("slow"):
-            families[item.nodeid.partition("[")[0]].append(item)
-        group = SHARING.get(str(place.parent), str(place))
-        item.add_marker(pytest.mark.xdist_group(group))
-    for family in families.values():
-        for i, item in enumerate(family):
-            if i % 6:
+        slow = item.get_closest_marker("slow") is not None
+        if place.parts[0] in COMPILING and not slow:
+            family = item.nodeid.partition("[")[0]
+            if slow := families[family] % 6 > 0:
                 item.add_marker(pytest.mark.slow)
+            families[family] += 1
+        if not slow or place.parts[0] == "mt":
+            group = SHARING.get(str(place.parent), str(place))
+            item.add_marker(pytest.mark.xdist_group(group))
+
+    def turn(item):
+        if item.path.relative_to(HERE).parts[0] == "mt":
+            return 0
+        return 1 if item.get_closest_marker("xdist_group") is None else 2
+
+    items.sort(key=turn)  # is stable
 
 
 def pytest_collection_finish():

@@ -290,7 +290,8 @@ class Lowered(Stage):
             return self._program
         raise ValueError(
             "partitioner='xla' leaves the partitioning to XLA's compiler, so there is no "
-            "per-device program to inspect; omit the keyword to use gshard's own partitioner"
+            "per-device program to inspect: `collectives` has what it sends, by line, and `gshard "
+            "compare` both; omit the keyword to use gshard's own partitioner"
         )
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:

@@ -18,11 +18,7 @@ _METADATA = 1  # the extension by which XLA asks for the version
 
 
 class _Extension(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", ctypes.c_size_t),
-        ("type", ctypes.c_int),
-        ("next", ctypes.c_void_p),
-    )
+    _fields_ = (("struct_size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", ctypes.c_void_p))
 
 
 class _Version(ctypes.Structure):

@@ -35,22 +35,16 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.forecast.dataflow import size_of
 from gshard.graph import LOOPS, at_every_level, bodies, in_order
 from gshard.graph.evaluate import equations_of
 from gshard.graph.kinds import APART, PRODUCTS
 from gshard.graph.source import because, on_behalf_of
 from gshard.moving import costs
-from gshard.moving.collectives import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    CollectiveNode,
-    ReduceScatter,
-)
+from gshard.moving.collectives import AllGather, AllReduce, AllToAll, CollectiveNode, ReduceScatter
 from gshard.moving.costs import EXCHANGED, LATENCIES, cost_model
 from gshard.moving.inventory import COLLECTIVES
 from gshard.moving.nodes import add_node, node_of
+from gshard.tensors.tile import size_of
 
 _HEAVY = {*APART, *PRODUCTS, *LOOPS}
 _LIGHT = {
