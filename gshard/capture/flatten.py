@@ -48,7 +48,7 @@ from gshard.graph import CALLS, LOOPS, map_bodies
 from gshard.graph.regions import MEANINGS, as_closed, walk
 from gshard.graph.source import at_line_of, source_of
 from gshard.rules.base.rule import REGIONS, RULES
-from gshard.rules.unknown import implementation, traced
+from gshard.rules.callbacks import implementation, traced
 from gshard.tensors.annotate import Annotation, annotate_p
 from gshard.tensors.manual import (
     NamedAxes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,27 +46,21 @@ class LineCost:
 
 def by_line(subject: Subject, forecast: Forecast) -> list[LineCost]:
     """The lines that send something, the one that takes the most time first."""
-    seconds: dict[str, float] = {}
+    seconds, runs = defaultdict[str, float](float), Counter[str]()
     for t in forecast.values:
-        if t.collective:
-            seconds[t.source] = seconds.get(t.source, 0.0) + float(t.total_seconds)
-    runs: dict[str, int] = {}
+        seconds[t.source] += float(t.total_seconds) if t.collective else 0.0
     for c in subject.collectives:
-        for line in {value.source for value in c.members or (c,)}:
-            runs[line] = runs.get(line, 0) + c.count
+        runs.update(dict.fromkeys({value.source for value in c.members or (c,)}, c.count))
     return summed(subject.values, lambda c: c.source, seconds, runs)
 
 
 def by_kind(subject: Subject, forecast: Forecast) -> list[LineCost]:
     """The kinds of collectives, the one that takes the most time first."""
-    seconds: dict[str, float] = {}
+    seconds, runs = defaultdict[str, float](float), Counter[str]()
     for t in forecast.operators:
-        if t.collective:
-            seconds[t.collective] = seconds.get(t.collective, 0.0) + float(t.total_seconds)
-    runs = {
-        kind: sum(c.count for c in subject.collectives if c.kind == kind)
-        for kind in {c.kind for c in subject.collectives}
-    }
+        seconds[t.collective] += float(t.total_seconds)
+    for c in subject.collectives:
+        runs[c.kind] += c.count
     return summed(subject.collectives, lambda c: c.kind, seconds, runs)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from gshard.explanation.names import annotated_name, spelled
 from gshard.explanation.subject import Subject
@@ -23,7 +23,7 @@ from gshard.graph.readable import size
 from gshard.graph.source import source_of, span_of
 from gshard.tensors.annotate import Annotation
 from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import byte_size
+from gshard.tensors.tile import size_of
 
 _NOTHING = "no annotation"
 
@@ -142,16 +142,11 @@ def _tried(subject: Subject, unit: list[Copies], words: str, changed: Changes) -
     calls = {spelled(copies[0]).removeprefix(f"{place}: ") for copies in unit}
     now = calls.pop() if len(calls) == 1 else "the annotations"
     named = names.get(eqn.invars[0]), annotated_name(eqn)
-    call = _same_call(subject, eqn)
+    call = next(call for call in _by_call(subject) if any(eqn in copies for copies in call))
     tensor = next(filter(None, named if len(call) > 1 else named[::-1]), "tensor")
-    memory = _held(plan.jaxpr) - _held(subject.jaxpr)
-    count = len(unit), len(unit) == len(call), memory
+    memory, before = (sum(map(size_of, j.invars)) for j in (plan.jaxpr, subject.jaxpr))
+    count = len(unit), len(unit) == len(call), memory - before
     return Fix(place, now, words, subject.sent, plan.bytes, tensor, left, *count)
-
-
-def _held(jaxpr: Jaxpr) -> int:
-    """Bytes of the arguments that a device has."""
-    return sum(byte_size(v.aval.shape, v.aval.dtype) for v in jaxpr.invars)
 
 
 def _arguments(subject: Subject) -> dict[Any, str]:
@@ -165,10 +160,6 @@ def _by_call(subject: Subject) -> list[list[Copies]]:
         tensors = calls.setdefault(span_of(eqn) or eqn, {})
         tensors.setdefault(eqn.params["annotation"].number, []).append(eqn)
     return [list(tensors.values()) for tensors in calls.values()]
-
-
-def _same_call(subject: Subject, eqn: JaxprEqn) -> list[Copies]:
-    return next(call for call in _by_call(subject) if any(eqn in copies for copies in call))
 
 
 def _units(call: list[Copies]) -> Iterator[list[Copies]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -119,4 +118,4 @@ def _local_bytes(subject: Subject, var: Any) -> int:
     sharding = subject.sharding(var)
     if sharding is None or not hasattr(var.aval, "shape"):
         return 0
-    return math.prod(sharding.local_shape(var.aval.shape)) * byte_size((), var.aval.dtype)
+    return byte_size(sharding.local_shape(var.aval.shape), var.aval.dtype)

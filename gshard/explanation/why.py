@@ -14,7 +14,7 @@ from gshard.explanation.subject import Subject
 from gshard.graph.source import source_of
 from gshard.moving.inventory import Collective
 from gshard.tensors.annotate import annotate_p
-from gshard.tensors.tile import byte_size
+from gshard.tensors.tile import size_of
 
 _NEEDS = {
     "all_gather": "needs all of it on every device",
@@ -96,7 +96,7 @@ class Why:
                 summed = zip(eqn.invars, eqn.params["dimension_numbers"][0], strict=False)
                 found = [(self._subject.sharding(atom), dims) for atom, dims in summed]
                 return not any(s and s.splits[dim] for s, dims in found for dim in dims)
-            return all(_size(v) != size for v in (*eqn.invars, *eqn.outvars))
+            return all(size_of(v) != size for v in (*eqn.invars, *eqn.outvars))
 
         return sorted(named, key=is_other)
 
@@ -116,10 +116,6 @@ class Why:
             found = origin(self._subject, atom, dim) if split else None
             if found:
                 yield found
-
-
-def _size(atom: Any) -> int:
-    return byte_size(atom.aval.shape, atom.aval.dtype) if hasattr(atom.aval, "shape") else 0
 
 
 def near(source: str, here: str) -> str:

@@ -115,7 +115,8 @@ def _ways(topology: Topology, groups: Groups) -> tuple[tuple[float, float], ...]
         (sum(part * slope for part, (slope, _) in zip(parts, found, strict=False)), latency)
     )
     if isinstance(topology, Torus):
-        first = int(_within_chips(topology, phases[0]))
+        chips = [set((ring // topology.devices_per_chip).tolist()) for ring in phases[0]]
+        first = int(all(len(chip) == 1 for chip in chips))
         if len(phases) > first + 1:
             left = parts[first] - parts[-1]
             full = max(
@@ -124,10 +125,6 @@ def _ways(topology: Topology, groups: Groups) -> tuple[tuple[float, float], ...]
             )
             ways.append((full * left / (len(phases) - first), latency))
     return tuple(ways)
-
-
-def _within_chips(topology: Torus, rings: Rings) -> bool:
-    return all(len(set((ring // topology.devices_per_chip).tolist())) == 1 for ring in rings)
 
 
 def _ring(topology: Topology, rings: Rings) -> tuple[float, float]:

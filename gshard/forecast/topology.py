@@ -8,7 +8,7 @@ devices of a node at one rate and the nodes at another.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -45,7 +45,24 @@ class Torus:
 
     def seconds(self, flows: Flows) -> float:
         """The time until the busiest link has carried its messages, all started at once."""
-        return self._busiest(flows) / self.link_bandwidth
+        source, target, sent = flows
+        here, there = self.coordinates(source), self.coordinates(target)
+        busiest = 0.0
+        for dim, (n, wrap) in enumerate(zip(self.shape, self.wraps, strict=True)):
+            # Dims before this one are at the destination, those after it at the source.
+            others = [there[d] if d < dim else here[d] for d in range(len(self.shape)) if d != dim]
+            sizes = [s for d, s in enumerate(self.shape) if d != dim]
+            line = np.ravel_multi_index(others, sizes) if others else np.zeros(len(sent), int)
+            forward = (there[dim] - here[dim]) % n
+            if wrap:
+                share = np.where(forward * 2 == n, 0.5, forward * 2 < n)
+            else:
+                share = (there[dim] >= here[dim]).astype(float)
+            lines = math.prod(sizes)
+            up = _load(lines, n, line, here[dim], forward, sent * share)
+            down = _load(lines, n, line, there[dim], (n - forward) % n, sent * (1 - share))
+            busiest = max(busiest, up, down)
+        return busiest / self.link_bandwidth
 
     def latency(self, source: np.ndarray, target: np.ndarray) -> float:
         """The latency of the message with the longest route."""
@@ -65,27 +82,6 @@ class Torus:
             extent = int(position.max() - position.min())
             total += min(extent, n // 2) if wrap else extent
         return total
-
-    def _busiest(self, flows: Flows) -> float:
-        source, target, sent = flows
-        here, there = self.coordinates(source), self.coordinates(target)
-        busiest = 0.0
-        for dim, (n, wrap) in enumerate(zip(self.shape, self.wraps, strict=True)):
-            # Dims before this one are at the destination, those after it at the source.
-            others = [there[d] if d < dim else here[d] for d in range(len(self.shape)) if d != dim]
-            sizes = [s for d, s in enumerate(self.shape) if d != dim]
-            line = np.ravel_multi_index(others, sizes) if others else np.zeros(len(sent), int)
-            forward = (there[dim] - here[dim]) % n
-            if wrap:
-                share = np.where(forward * 2 == n, 0.5, forward * 2 < n)
-            else:
-                share = (there[dim] >= here[dim]).astype(float)
-            lines = math.prod(sizes)
-            up = _load(lines, n, line, here[dim], forward, sent * share)
-            back = (n - forward) % n
-            down = _load(lines, n, line, there[dim], back, sent * (1 - share))
-            busiest = max(busiest, up, down)
-        return busiest
 
 
 def _load(
@@ -167,15 +163,7 @@ class Network:
     def topology(self, devices: int) -> Torus | Switch:
         """The topology of this many devices: on a torus the grid nearest to a square or cube."""
         if self.kind == "switch":
-            return Switch(
-                devices,
-                self.devices_per_node,
-                self.inside_bandwidth,
-                self.outside_bandwidth,
-                self.inside_seconds,
-                self.outside_seconds,
-                self.single_step,
-            )
+            return Switch(devices, **{f.name: getattr(self, f.name) for f in fields(Switch)[1:]})
         if self.kind != "torus":
             raise ValueError(f"network.kind is {self.kind!r}; allowed are 'torus' and 'switch'")
         shape = squarest(-(-devices // self.devices_per_chip), self.dims)

@@ -15,12 +15,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from gshard.graph.regions import Names, bodies
 
 Note = Callable[[JaxprEqn], str]  # the note for an equation, or ""
+NO_NOTE: Note = lambda eqn: ""  # noqa: E731
 
 
 def program_text(
     jaxpr: Jaxpr,
     title: str = "program",
-    note: Note = lambda eqn: "",
+    note: Note = NO_NOTE,
     names: dict[Any, str] | None = None,
 ) -> str:
     """The program as readable text; a `note` follows its equation.
@@ -95,10 +96,6 @@ P = TypeVar("P", ClosedJaxpr, Jaxpr)
 Pass = Callable[[P], P | tuple[P, Names]]  # a pass that renames variables also returns which
 
 
-def _no_note(eqn: JaxprEqn) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """The program after a stage or pass; `remarks` say where a pass applied, or why it did not."""
@@ -117,12 +114,12 @@ class History:
     renamed: Names = field(default_factory=dict)
 
     def add(
-        self, name: str, jaxpr: Jaxpr, note: Note = _no_note, remarks: Sequence[str] = ()
+        self, name: str, jaxpr: Jaxpr, note: Note = NO_NOTE, remarks: Sequence[str] = ()
     ) -> None:
         """Record the program after a stage."""
         self.stages.append(Snapshot(name, jaxpr, note, tuple(dict.fromkeys(remarks))))
 
-    def run(self, passes: Iterable[Pass[P]], program: P, note: Note = _no_note) -> P:
+    def run(self, passes: Iterable[Pass[P]], program: P, note: Note = NO_NOTE) -> P:
         """The program after these passes, each recorded under its name."""
         for change in passes:
             changed = change(program)

@@ -77,10 +77,6 @@ def _logistic(params: dict[str, Any], x: jax.Array) -> jax.Array:
     return lax.div(one, lax.add(one, lax.exp(lax.neg(x))))
 
 
-def _log2(params: dict[str, Any], x: jax.Array) -> jax.Array:
-    return lax.mul(_wide(_log)(params, x), _full(x, 1 / math.log(2)))
-
-
 def _wide(function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
     """A function of floats, computed with 32 bits or more."""
 
@@ -90,14 +86,6 @@ def _wide(function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array
         return lax.convert_element_type(function(x.astype(jnp.float32)), x.dtype)
 
     return rewrite
-
-
-def _tan(x: jax.Array) -> jax.Array:
-    return lax.div(lax.sin(x), lax.cos(x))
-
-
-def _atan(x: jax.Array) -> jax.Array:
-    return lax.atan2(x, _full(x, 1.0))
 
 
 def _cbrt(x: jax.Array) -> jax.Array:
@@ -126,10 +114,10 @@ def _erf(x: jax.Array) -> jax.Array:
 # and others differently in a small `while`. The operators that these are made of it does not.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "log": _wide(_log),
-    "log2": _log2,
+    "log2": lambda params, x: lax.mul(_wide(_log)(params, x), _full(x, 1 / math.log(2))),
     "logistic": _logistic,
-    "tan": _wide(_tan),
-    "atan": _wide(_atan),
+    "tan": _wide(lambda x: lax.div(lax.sin(x), lax.cos(x))),
+    "atan": _wide(lambda x: lax.atan2(x, _full(x, 1.0))),
     "cbrt": _wide(_cbrt),
     "erf": _wide(_erf),
 }
@@ -314,10 +302,6 @@ def _scatter_in_order(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     return bind(eqn.replace(primitive=scatter_in_order_p) if added else eqn, values)
 
 
-def _scatter_sub(params: dict[str, Any], x: Any, indices: Any, updates: Any) -> jax.Array:
-    return _scatter_add(params, x, indices, lax.neg(updates))
-
-
 _REWRITES: dict[Primitive, Callable[..., Any]] = {
     p.dot_general_p: _dot,
     p.reduce_sum_p: _sum,
@@ -326,7 +310,7 @@ _REWRITES: dict[Primitive, Callable[..., Any]] = {
     p.cumprod_p: _cumulative(lax.mul),
     p.cumlogsumexp_p: _cumulative(_logaddexp),
     p.scatter_add_p: _scatter_add,
-    scatter_sub_p: _scatter_sub,
+    scatter_sub_p: lambda params, x, at, y: _scatter_add(params, x, at, lax.neg(y)),
     p.conv_general_dilated_p: convolution,
     p.reduce_window_sum_p: window_sum,
     p.fft_p: fourier,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +35,6 @@ from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
-
-
-def _pin(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
-    return [pinned(ctx.place, *(tile.array for tile in tiles))]
 
 
 def _leaf_factors(eqn: JaxprEqn) -> Factors:
@@ -80,39 +74,25 @@ def _tree_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [names], [kept], {f"k{axis}": "tree"})
 
 
-def _whole_factors(eqn: JaxprEqn) -> Factors:
-    factors = _tree_factors(eqn)
-    return replace(factors, reduced={}, replicated=frozenset(factors.reduced))
-
-
 def _tree_sum(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
 ) -> Sequence[jax.Array]:
     return [neighbours(tiles[0].array, eqn.params["axis"], lax.add)]
 
 
+@rule(
+    leaf_sum_p,
+    local=lambda ctx, eqn, tiles, _: [
+        functools.reduce(
+            lambda x, d: halved(x, d, lax.add), eqn.params["axes"][::-1], tiles[0].array
+        )
+    ],
+    doc=Doc(free="kept dims", gather="the summed dims of a leaf: AllGather"),
+)
 def _leaf_sum_factors(eqn: JaxprEqn) -> Factors:
     axes = eqn.params["axes"]
     names = [None if d in axes else f"d{d}" for d in range(len(eqn.invars[0].aval.shape))]
     return Factors.of(eqn, [names], [[name for name in names if name]])
-
-
-def _leaf_sum(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
-    x = tiles[0].array
-    for d in reversed(eqn.params["axes"]):
-        x = halved(x, d, lax.add)
-    return [x]
-
-
-def _batch_factors(eqn: JaxprEqn) -> Factors:
-    batch = [f"b{d}" for d in range(eqn.params["batch"])]
-
-    def names(atoms: Sequence[Any]) -> list[list[str | None]]:
-        return [[*batch, *[None] * (len(a.aval.shape) - len(batch))] for a in atoms]
-
-    return Factors.of(eqn, names(eqn.invars), names(eqn.outvars))
 
 
 def _in_one_piece(
@@ -137,6 +117,20 @@ def _in_one_piece(
     return lax.cond(ctx.place.opaque != 0, run, lambda *_: zeros, *arrays)
 
 
+@rule(
+    in_one_piece_p,
+    local=_in_one_piece,
+    doc=Doc(free="batch dims, where it has them", gather="all other dims: AllGather"),
+)
+def _batch_factors(eqn: JaxprEqn) -> Factors:
+    batch = [f"b{d}" for d in range(eqn.params["batch"])]
+    operands, results = (
+        [[*batch, *[None] * (len(a.aval.shape) - len(batch))] for a in atoms]
+        for atoms in (eqn.invars, eqn.outvars)
+    )
+    return Factors.of(eqn, operands, results)
+
+
 def tree_ways(
     eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
 ) -> Iterable[Way]:
@@ -150,7 +144,8 @@ def tree_ways(
         return by_factors(eqn, _tree_factors(eqn), shardings, targets)
     others = [d for d, s in enumerate(here.splits) if s is None and aval.shape[d] > 1]
     if split.idle or not others:
-        return by_factors(eqn, _whole_factors(eqn), shardings, targets)
+        whole = replace(_tree_factors(eqn), reduced={}, replicated=frozenset({f"k{axis}"}))
+        return by_factors(eqn, whole, shardings, targets)
     dim = max(others, key=lambda d: aval.shape[d])
     exchanged = here.replace(axis, None).replace(dim, split)
     kept = tuple(s for d, s in enumerate(exchanged.splits) if d != axis)
@@ -239,7 +234,10 @@ def _completed(x: jax.Array, axis: int, tiles: int, count: int, leaves: int) -> 
 
 
 ALIASES.add(pin_p)
-register(Elementwise(local=_pin), pin_p)
+register(
+    Elementwise(local=lambda ctx, eqn, tiles, _: [pinned(ctx.place, *(t.array for t in tiles))]),
+    pin_p,
+)
 register(
     Rule(
         _leaf_factors,
@@ -252,22 +250,6 @@ register(
         ),
     ),
     leaf_dot_p,
-)
-register(
-    Rule(
-        _leaf_sum_factors,
-        _leaf_sum,
-        doc=Doc(free="kept dims", gather="the summed dims of a leaf: AllGather"),
-    ),
-    leaf_sum_p,
-)
-register(
-    Rule(
-        _batch_factors,
-        _in_one_piece,
-        doc=Doc(free="batch dims, where it has them", gather="all other dims: AllGather"),
-    ),
-    in_one_piece_p,
 )
 register(
     Rule(

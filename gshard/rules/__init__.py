@@ -31,8 +31,8 @@ from gshard.rules import (  # noqa: F401  (each file registers its operators)
     window_reduce,
 )
 from gshard.rules.base.rule import REGIONS, RULES, RegionRule, Rule
+from gshard.rules.callbacks import unknown_rule
 from gshard.rules.manual import CROSSING_MANUAL, IN_REGION
-from gshard.rules.unknown import unknown_rule
 from gshard.tensors.tile import Tile
 
 __all__ = ["REGIONS", "RULES", "RegionRule", "Rule", "rule_of"]

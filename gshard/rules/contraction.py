@@ -30,6 +30,7 @@ from gshard.moving.reductions import mask_for
 from gshard.rules.base.rule import Context, Doc, Way, bind_local, linear_in, rule
 from gshard.rules.base.ways import FactorSplit, by_factors
 from gshard.rules.by_rows import sized_dims
+from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, shard_dims, shard_result
 from gshard.tensors.sharding import Sharding, Split
@@ -127,9 +128,9 @@ def _in_a_loop(ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], target:
     place, loop = ctx.place, way.how
     which, factor, split = loop.which, loop.factor, loop.split
     factors, chosen = loop.layout.factors, loop.layout.chosen
-    reason = Reason(
-        "step", eqn.primitive.name, f"operand of {_mib(tiles[which])} exceeds the memory limit"
-    )
+    size = byte_size(tiles[which].shape, tiles[which].array.dtype) / 2**20
+    limited = f"operand of {size:.3g} MiB exceeds the memory limit"
+    reason = Reason("step", eqn.primitive.name, limited)
     why = Reason("operand", eqn.primitive.name)
     ready = [
         mask_for(ctx.place, ctx.reshard(t, wanted, why), dims, factors)
@@ -145,7 +146,8 @@ def _in_a_loop(ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], target:
     local = list(out_sharding.local_shape(shape))
     other = still.array
     if slice_dim is not None:
-        other = _zeros_behind(other, slice_dim, rows * split.tiles)  # for padding
+        more = rows * split.tiles - other.shape[slice_dim]
+        other = padding.pad(other, slice_dim, 0, more, value=0)
     if write_dim is not None:
         local[write_dim] = rows * split.tiles
 
@@ -169,11 +171,6 @@ def _in_a_loop(ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], target:
     kind = factors.reduction(chosen)
     stays = ctx.stays_unreduced(eqn.outvars[0], done, kind)
     return done if stays else combine(place, done, kind, target)
-
-
-def _zeros_behind(x: jax.Array, dim: int, size: int) -> jax.Array:
-    pads = [(0, size - x.shape[d] if d == dim else 0, 0) for d in range(x.ndim)]
-    return lax.pad(x, jnp.zeros((), x.dtype), pads)
 
 
 @dataclass(frozen=True)
@@ -214,10 +211,6 @@ def ring_of(sharding: Sharding, dim: int) -> Pairs:
     return list(
         zip(devices.ravel().tolist(), np.roll(devices, 1, axis=0).ravel().tolist(), strict=True)
     )
-
-
-def _mib(tile: Tile) -> str:
-    return f"{math.prod(tile.shape) * tile.array.dtype.itemsize / 2**20:.3g} MiB"
 
 
 @rule(

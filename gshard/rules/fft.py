@@ -10,7 +10,6 @@ split. A tensor without another dim is gathered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -45,43 +44,58 @@ def fft_dims(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [[*batch, *core]], [[*batch, *reversed(core)]], resized=core)
 
 
-@dataclass(frozen=True)
 class _Transform:
-    """A transform of several dims as transforms of one dim each."""
+    """A transform of several dims, the last ones, as transforms of one dim each."""
 
-    eqn: JaxprEqn
-
-    @property
-    def kind(self) -> lax.FftType:
-        """Complex or real, forwards or backwards."""
-        return lax.FftType(self.eqn.params["fft_type"])
-
-    @property
-    def dims(self) -> Done:
-        """All dims that are transformed: the last ones."""
-        rank = len(self.eqn.invars[0].aval.shape)
-        return frozenset(range(rank - len(self.eqn.params["fft_lengths"]), rank))
+    def __init__(self, eqn: JaxprEqn):
+        self.eqn, self.lengths = eqn, eqn.params["fft_lengths"]
+        self.kind, self.last = lax.FftType(eqn.params["fft_type"]), eqn.invars[0].aval.ndim - 1
+        self.dims = frozenset(range(self.last + 1 - len(self.lengths), self.last + 1))
 
     def next(self, done: Done) -> Done:
         """The dims that can be transformed next: real-to-complex first, complex-to-real last."""
-        last, left = max(self.dims), self.dims - done
-        if self.kind is lax.FftType.RFFT and last in left:
-            return frozenset({last})
-        return left - {last} if self.kind is lax.FftType.IRFFT and len(left) > 1 else left
+        left = self.dims - done
+        if self.kind is lax.FftType.RFFT and self.last in left:
+            return frozenset({self.last})
+        return left - {self.last} if self.kind is lax.FftType.IRFFT and len(left) > 1 else left
 
     def aval(self, done: Done) -> Any:
         """The shape and type of the tensor after these dims."""
-        first, after = self.eqn.invars[0].aval, self.eqn.outvars[0].aval
-        return after if max(self.dims) in done else first
+        return (self.eqn.outvars if self.last in done else self.eqn.invars)[0].aval
+
+    def paths(self, done: Done, here: Sharding) -> Iterator[Path]:
+        """The ways to transform the dims that are left, of a tensor with the sharding `here`."""
+        able = self.next(done)
+        if not able:
+            yield ()
+        in_place = any(here.splits[d] is None for d in able)
+        moved = (s for d in sorted(able) for s in whole_along(here, d))
+        for there in (here,) if in_place else moved:
+            now = done
+            while more := {d for d in self.next(now) if there.splits[d] is None}:
+                now |= more
+            yield from (((now - done, there), *rest) for rest in self.paths(now, there))
+
+    def way(self, path: Path) -> Way:
+        """To transform dims under these shardings, one after the other."""
+        done, work, sent, here = Done(), 0.0, 0.0, path[0][1]
+        for dims, there in path:
+            aval = self.aval(done)
+            sent += reshard_cost(here, there, aval.shape, aval.dtype)
+            local = there.local_shape(aval.shape)
+            touched = sum(passes(local[d]) for d in dims) * byte_size(local, aval.dtype)
+            work += worked(touched=touched)
+            done, here = done | dims, there
+        return Way((path[0][1],), (here,), path, work=work, sent=sent)
 
     def along(self, x: jax.Array, dim: int) -> jax.Array:
         """`x` with one dim transformed."""
-        length = self.eqn.params["fft_lengths"][dim - x.ndim]
         kind = self.kind
-        if dim != x.ndim - 1:
+        if dim != self.last:
             backwards = kind in (lax.FftType.IFFT, lax.FftType.IRFFT)
             kind = lax.FftType.IFFT if backwards else lax.FftType.FFT
-        return jnp.moveaxis(_in_rows(jnp.moveaxis(x, dim, -1), kind, (length,)), -1, dim)
+        length = (self.lengths[dim - x.ndim],)
+        return jnp.moveaxis(_in_rows(jnp.moveaxis(x, dim, -1), kind, length), -1, dim)
 
 
 def _in_rows(x: jax.Array, kind: lax.FftType, lengths: tuple[int, ...]) -> jax.Array:
@@ -104,8 +118,8 @@ def fft_ways(
             wanted = wanted.unsplit(transform.dims)
         split = any(wanted.splits[d] for d in transform.dims)
         for start in (*shardings, wanted) if split else (wanted,):
-            paths |= dict.fromkeys(_paths(transform, Done(), start))
-    return (_way(transform, path) for path in paths)
+            paths |= dict.fromkeys(transform.paths(Done(), start))
+    return map(transform.way, paths)
 
 
 @rule(
@@ -132,57 +146,10 @@ def _fft(
         tile = ctx.reshard(tile, here, reason)
         array = tile.array
         if dims == transform.dims:
-            array = _in_rows(array, transform.kind, eqn.params["fft_lengths"])
+            array = _in_rows(array, transform.kind, transform.lengths)
         else:
             for dim in sorted(dims, reverse=transform.kind is not lax.FftType.IRFFT):
                 array = transform.along(array, dim)
         done |= dims
         tile = Tile(array, here, tuple(transform.aval(done).shape))
     return [tile]
-
-
-def _paths(transform: _Transform, done: Done, here: Sharding) -> Iterator[Path]:
-    """The ways to transform the dims that are left, of a tensor with the sharding `here`."""
-    if done == transform.dims:
-        yield ()
-        return
-    for there in _next_shardings(transform, done, here):
-        dims = _transformed(transform, done, there)
-        for rest in _paths(transform, done | dims, there):
-            yield ((dims, there), *rest)
-
-
-def _way(transform: _Transform, path: Path) -> Way:
-    """To transform dims under these shardings, one after the other."""
-    done, work, sent, here = Done(), 0.0, 0.0, path[0][1]
-    for dims, there in path:
-        aval = transform.aval(done)
-        sent += reshard_cost(here, there, aval.shape, aval.dtype)
-        work += _work(transform, done, there, dims)
-        done, here = done | dims, there
-    return Way((path[0][1],), (here,), path, work=work, sent=sent)
-
-
-def _next_shardings(transform: _Transform, done: Done, here: Sharding) -> Iterator[Sharding]:
-    """Shardings under which more dims can be transformed."""
-    able = transform.next(done)
-    if any(here.splits[d] is None for d in able):
-        yield here
-    else:
-        for dim in sorted(able):
-            yield from whole_along(here, dim)
-
-
-def _transformed(transform: _Transform, done: Done, here: Sharding) -> Done:
-    """The dims that can be transformed under a sharding, in a valid order."""
-    dims: Done = frozenset()
-    while more := {d for d in transform.next(done | dims) if here.splits[d] is None}:
-        dims |= more
-    return dims
-
-
-def _work(transform: _Transform, done: Done, here: Sharding, dims: Done) -> float:
-    """The time of the local transforms, in bytes that could be sent in that time."""
-    aval = transform.aval(done)
-    local = here.local_shape(aval.shape)
-    return worked(touched=sum(passes(local[d]) for d in dims) * byte_size(local, aval.dtype))

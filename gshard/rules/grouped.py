@@ -5,7 +5,7 @@ Every row is sent once, by an AllToAll.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -101,11 +101,8 @@ def _take(
     begins = _places(groups, limits, x, source, wanted)
     ends = _places(groups, limits, into, target, lax.iota(jnp.int32, count))
 
-    return [_sent(ctx, groups, x, RowTransfers(inside, *begins, *ends), into, _set_rows)]
-
-
-def _set_rows(into: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
-    return into.at[at].set(rows, mode="drop")
+    transfers = RowTransfers(inside, *begins, *ends)
+    return [_sent(ctx, groups, x, transfers, into)]
 
 
 def _taken_here(
@@ -161,15 +158,13 @@ def _put(
     wanted = jnp.clip(wanted, 0, count - 1).astype(jnp.int32)
     rows = ctx.reshard(tiles[2], way.operands[2], Reason("operand", "put_rows"))
 
-    def put(into: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
-        return (into.at[at].add if adds else into.at[at].set)(rows, mode="drop")
-
     if way.how:
         return [_added_here(ctx, groups, limits, tiles[0], rows, wanted, inside, targets[0])]
     into = ctx.reshard(tiles[0], way.operands[0], Reason("operand", "put_rows"))
     begins = _places(groups, limits, rows, source, lax.iota(jnp.int32, wanted.size))
     ends = _places(groups, limits, into, target, wanted)
-    return [_sent(ctx, groups, rows, RowTransfers(inside, *begins, *ends), into, put)]
+    transfers = RowTransfers(inside, *begins, *ends)
+    return [_sent(ctx, groups, rows, transfers, into, adds)]
 
 
 def _added_here(
@@ -197,9 +192,13 @@ def _sent(
     x: Tile,
     transfers: RowTransfers,
     into: Tile,
-    put: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    adds: bool = False,
 ) -> Tile:
     """`into`, with the rows of `x` that are sent there."""
+
+    def put(into: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
+        return (into.at[at].add if adds else into.at[at].set)(rows, mode="drop")
+
     parts = groups.parts
     between = reducing_groups(into.sharding.replace(0, None).unreduced_over([parts]))
     why = f"rows to and from {groups.count} groups on {parts.tiles} devices; {_ROUNDS}"

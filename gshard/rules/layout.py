@@ -39,15 +39,11 @@ def transpose_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [names], [[names[i] for i in eqn.params["permutation"]]])
 
 
-def _broadcast_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
-    return [lax.broadcast_in_dim(tiles[0].array, shapes[0], eqn.params["broadcast_dimensions"])]
-
-
 @rule(
     p.broadcast_in_dim_p,
-    local=_broadcast_local,
+    local=lambda ctx, eqn, tiles, shapes: [
+        lax.broadcast_in_dim(tiles[0].array, shapes[0], eqn.params["broadcast_dimensions"])
+    ],
     level=0,
     linear=linear_in((0,)),
     doc=Doc(free="every dim"),
@@ -263,10 +259,7 @@ def _iota(
     doc=Doc(free="every dim that keeps its size", gather="one that does not: AllGather"),
 )
 def bitcast_factors(eqn: JaxprEqn) -> Factors:
-    """Leading dims are free; the dim that changes size is unsplit."""
-    rank = min(len(a.aval.shape) for a in (eqn.invars[0], eqn.outvars[0]))
-    return Factors.of(
-        eqn,
-        [[f"d{i}" if i < rank else None for i in range(len(eqn.invars[0].aval.shape))]],
-        [[f"d{i}" if i < rank else None for i in range(len(eqn.outvars[0].aval.shape))]],
-    )
+    """Leading dims are free; one that only the operand has, or the result, is unsplit."""
+    ranks = [len(a.aval.shape) for a in (eqn.invars[0], eqn.outvars[0])]
+    operand, result = ([f"d{i}" if i < min(ranks) else None for i in range(n)] for n in ranks)
+    return Factors.of(eqn, [operand], [result])

@@ -12,9 +12,10 @@ import math
 from dataclasses import fields, replace
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard._jax import private_primitives
+from gshard.graph.regions import walk
 from gshard.rules.base.rule import Context, Doc, Rule, register
 from gshard.tensors.factors import Dim, Factors, Shape
 from gshard.tensors.tile import Tile
@@ -56,11 +57,7 @@ def _numbers(block: Any) -> list[int | None]:
     """For each dim of an array the dim of the grid that numbers its blocks, if one alone does."""
     jaxpr = block.index_map_jaxpr.jaxpr
     place = {v: i for i, v in enumerate(jaxpr.invars)}
-    return [place.get(v) if _is_variable(v) else None for v in jaxpr.outvars]
-
-
-def _is_variable(atom: Any) -> bool:
-    return not hasattr(atom, "val")
+    return [None if isinstance(v, Literal) else place.get(v) for v in jaxpr.outvars]
 
 
 def _free_dims(eqn: JaxprEqn) -> set[int]:
@@ -97,13 +94,9 @@ def _own_blocks(block: Any, g: int, size: int) -> bool:
 
 def _program_ids(jaxpr: Jaxpr) -> set[int]:
     """The dims of the grid along which the kernel asks for its number or their count."""
-    found = set()
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if eqn.primitive.name in ("program_id", "num_programs"):
-            found.add(eqn.params["axis"])
-        for inner in jaxprs_in_params(eqn.params):
-            found |= _program_ids(inner)
-    return found
+    asking = ("program_id", "num_programs")
+    inside = walk(getattr(jaxpr, "jaxpr", jaxpr))
+    return {eqn.params["axis"] for eqn in inside if eqn.primitive.name in asking}
 
 
 def _local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]) -> list[Any]:

@@ -32,15 +32,16 @@ from gshard._jax import (
 )
 from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.reason import Reason
-from gshard.graph.regions import called
+from gshard.graph.regions import called, walk
 from gshard.graph.source import because
 from gshard.moving import collectives
 from gshard.moving.costs import sent_bytes, timed
 from gshard.moving.partial import copies_groups
 from gshard.rules.base.rule import Context, Doc, Rule, Way, bind_local, on_moved, register, rule
 from gshard.rules.base.ways import by_factors, replicated_way
-from gshard.rules.callbacks import run_everywhere
-from gshard.tensors.factors import Factors, Shape, all_dims, made_dims
+from gshard.rules.callbacks import run_replicated
+from gshard.rules.layout import bitcast_factors
+from gshard.tensors.factors import Factors, Shape, all_dims, made_dims, no_factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, byte_size
 
@@ -58,26 +59,11 @@ def drawn_dims(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [names[: len(keys.aval.shape)]], [names])
 
 
-def key_dims(eqn: JaxprEqn) -> Factors:
-    """Keys and the integers that they are made of, which stay together."""
-    operand, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    names = [f"d{i}" for i in range(min(len(operand), len(result)))]
-    inside: list[str | None] = [None] * abs(len(operand) - len(result))
-    more = len(operand) > len(result)
-    return Factors.of(eqn, [names + inside * more], [names + inside * (not more)])
-
-
 def gamma_dims(eqn: JaxprEqn) -> Factors:
     """The keys' dims are the first of the shape parameter's; the result has the latter's."""
     keys, alpha = eqn.invars
     names = [f"d{i}" for i in range(len(alpha.aval.shape))]
     return Factors.of(eqn, [names[: len(keys.aval.shape)], names], [names])
-
-
-def generator_dims(eqn: JaxprEqn) -> Factors:
-    """`rng_bit_generator`: the state is one thing, the bits are made all at once."""
-    state, bits = (v.aval.shape for v in eqn.outvars)
-    return Factors.of(eqn, [[None] * len(state)], [[None] * len(state), [None] * len(bits)])
 
 
 def draw_of(eqn: JaxprEqn, shape: Shape) -> Draw:
@@ -105,23 +91,16 @@ def drawn_ways(
     yield Way((keys, *[target] * (len(shardings) - 1)), (target,))
 
 
-_OWN_PART = Doc(free="every dim: a device makes its own part")
+_OWN = Doc(free="every dim: a device makes its own part")
 
 
-@rule(p.random_bits_p, factors=drawn_dims, ways=drawn_ways, level=0, doc=_OWN_PART)
+@rule(p.random_bits_p, p.random_split_p, factors=drawn_dims, ways=drawn_ways, level=0, doc=_OWN)
 @on_moved
-def _random_bits(
+def _random_draw(
     ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    return [_draw(ctx, eqn, tuple(eqn.params["shape"]), tiles[0], targets[0])]
-
-
-@rule(p.random_split_p, factors=drawn_dims, ways=drawn_ways, level=0, doc=_OWN_PART)
-@on_moved
-def _random_split(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
-    return [_split_keys(ctx, eqn, tuple(eqn.params["shape"]), tiles[0], targets[0])]
+    draw = _draw if eqn.primitive is p.random_bits_p else _split_keys
+    return [draw(ctx, eqn, tuple(eqn.params["shape"]), tiles[0], targets[0])]
 
 
 def _split_keys(ctx: Context, eqn: JaxprEqn, shape: Shape, keys: Tile, target: Sharding) -> Tile:
@@ -146,7 +125,7 @@ def _fold_in(
 ) -> list[Tile]:
     if way.how:
         return way.how.run(ctx, eqn, bind_local, tiles, targets)
-    return run_everywhere(ctx, eqn, tiles, Reason("step", "unsafe_rbg", "keys mix"))
+    return run_replicated(ctx, eqn, tiles, Reason("step", "unsafe_rbg", "keys mix"))
 
 
 def _draw(ctx: Context, eqn: JaxprEqn, shape: Shape, keys: Tile, target: Sharding) -> Tile:
@@ -185,10 +164,8 @@ def _vectorized(draw: Draw, rank: int) -> Draw:
 
 
 def _uses(program: ClosedJaxpr, primitive: Primitive) -> bool:
-    """Whether a primitive occurs in a program, or in one that it calls."""
-    bodies = map(called, program.jaxpr.eqns)
-    here = any(eqn.primitive is primitive for eqn in program.jaxpr.eqns)
-    return here or any(body is not None and _uses(body, primitive) for body in bodies)
+    """Whether a primitive occurs in a program, or in one inside."""
+    return any(eqn.primitive is primitive for eqn in walk(program.jaxpr))
 
 
 def _counting(
@@ -246,7 +223,7 @@ def _times(rows: jax.Array, stride: int, size: int) -> tuple[jax.Array, jax.Arra
     return rows * high + (rows >> 16) * upper + (middle >> 16) + carried, rows * low
 
 
-@rule(p.random_gamma_p, factors=gamma_dims, ways=drawn_ways, level=0, doc=_OWN_PART)
+@rule(p.random_gamma_p, factors=gamma_dims, ways=drawn_ways, level=0, doc=_OWN)
 @on_moved
 def _random_gamma(
     ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
@@ -330,13 +307,13 @@ register(
     random_clone_p,
 )
 register(
-    Rule(key_dims, level=0, doc=Doc(free="every dim; a key stays in one piece")),
+    Rule(bitcast_factors, level=0, doc=Doc(free="every dim; a key stays in one piece")),
     random_wrap_p,
     random_unwrap_p,
 )
 register(
     Rule(
-        generator_dims,
+        no_factors,
         local=_bit_generator_local,
         doc=Doc(free="every device draws everything and keeps its part"),
     ),

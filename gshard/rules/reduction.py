@@ -178,6 +178,17 @@ def _arg_reduce(
     return [collectives.all_reduce(ctx.place, mine, groups, "min", reason)]
 
 
+def of_existing(compute: Callable[..., Arrays]) -> Callable[[Arrays, Arrays], Arrays]:
+    """`compute` on elements behind a flag, which says whether there are any: else the others."""
+
+    def paired(a: Arrays, b: Arrays) -> Arrays:
+        both = zip(compute(*a[1:], *b[1:]), a[1:], b[1:], strict=True)
+        one = [(c, lax.select(a[0], x, y)) for c, x, y in both]
+        return (a[0] | b[0], *(lax.select(a[0] & b[0], c, other) for c, other in one))
+
+    return paired
+
+
 @rule(
     p.reduce_p,
     factors=_AS_MAXIMUM,
@@ -196,16 +207,7 @@ def _generic_reduce(
     count = len(eqn.outvars)
     dims, values = tuple(eqn.params["dimensions"]), tiles[:count]
     inits = [t.array for t in tiles[count:]]
-    compute = jaxpr_as_fun(eqn.params["jaxpr"])
-
-    def paired(a: Arrays, b: Arrays) -> Arrays:
-        both = compute(*a[1:], *b[1:])
-        has = a[0] | b[0]
-        values = [
-            jnp.where(a[0] & b[0], c, jnp.where(a[0], x, y))
-            for c, x, y in zip(both, a[1:], b[1:], strict=True)
-        ]
-        return (has, *values)
+    paired = of_existing(jaxpr_as_fun(eqn.params["jaxpr"]))
 
     def fold(elements: Arrays, over: Sequence[int]) -> Arrays:
         return lax.reduce(tuple(elements), (jnp.asarray(False), *inits), paired, over)

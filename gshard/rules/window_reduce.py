@@ -24,6 +24,7 @@ from gshard.moving.halo import window
 from gshard.moving.reductions import identity
 from gshard.rules.base.rule import Context, Doc, Rule, Way, register
 from gshard.rules.base.ways import by_factors
+from gshard.rules.reduction import of_existing
 from gshard.rules.window import (
     NOTHING,
     Reach,
@@ -161,18 +162,11 @@ def _reduce_existing(
     params: Mapping[str, Any], arrays: Arrays, inits: Arrays, there: jax.Array
 ) -> Arrays:
     """The reduction over rows that are `there`; a window without any is of another device."""
-
-    def computation(left: Arrays, right: Arrays) -> Arrays:
-        (*xs, x_there), (*ys, y_there) = left, right
-        both = jax.core.eval_jaxpr(params["jaxpr"], params["consts"], *xs, *ys)
-        one = [lax.select(x_there, x, y) for x, y in zip(xs, ys, strict=True)]
-        kept = [lax.select(x_there & y_there, b, o) for b, o in zip(both, one, strict=True)]
-        return (*kept, x_there | y_there)
-
-    *out, _ = lax.reduce_window(
-        (*arrays, there),
-        (*inits, jnp.asarray(True)),
-        computation,
+    compute = functools.partial(jax.core.eval_jaxpr, params["jaxpr"], params["consts"])
+    _, *out = lax.reduce_window(
+        (there, *arrays),
+        (jnp.asarray(True), *inits),
+        of_existing(compute),
         params["window_dimensions"],
         params["window_strides"],
         params["padding"],

@@ -140,7 +140,8 @@ class _Padded:
             yield from self._terms(inner[0].source, found, scales)
         elif maker is not None and _is_sum(maker) and inside:
             first, second = maker.invars
-            turned = (_negation(maker), *scales) if maker.primitive is p.sub_p else scales
+            negation = replacing(maker, p.neg_p, maker.invars[1:], maker.outvars[0])
+            turned = (negation, *scales) if maker.primitive is p.sub_p else scales
             for a, own in ((first, scales), (second, turned)):
                 yield from self._terms(a, [w.of(a) for w in windows], own)
         elif maker is not None and var in self.sums:  # scaled
@@ -164,10 +165,6 @@ def _is_scale(eqn: JaxprEqn) -> bool:
         return False
     numbers = [a for a in eqn.invars if isinstance(a, Literal)]
     return len(numbers) == 1 and np.ndim(numbers[0].val) == 0 and bool(np.isfinite(numbers[0].val))
-
-
-def _negation(eqn: JaxprEqn) -> JaxprEqn:
-    return replacing(eqn, p.neg_p, eqn.invars[1:], eqn.outvars[0])
 
 
 def _is_linear(layers: Layers) -> bool:

@@ -59,10 +59,10 @@ def _known_inside(eqn: JaxprEqn, body: ClosedJaxpr, graph: Graph) -> dict[Any, A
         return {}
     same = counts_of(eqn)[0]
     pairs = zip(body.jaxpr.invars[:same], eqn.invars[:same], strict=True)
-    found = {inner: graph.constant(outer) for inner, outer in pairs if _is_index(outer.aval)}
-    return {inner: value for inner, value in found.items() if value is not None}
-
-
-def _is_index(aval: Any) -> bool:
-    few = isinstance(aval, ShapedArray) and aval.size <= MAX_INDICES
-    return few and jnp.issubdtype(aval.dtype, jnp.integer)
+    indices = (
+        (inner, graph.constant(outer))
+        for inner, outer in pairs
+        if isinstance(outer.aval, ShapedArray) and outer.aval.size <= MAX_INDICES
+        if jnp.issubdtype(outer.aval.dtype, jnp.integer)
+    )
+    return {inner: value for inner, value in indices if value is not None}
