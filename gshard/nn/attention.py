@@ -119,12 +119,15 @@ class Attention(eqx.Module):
         """
         if isinstance(memory, Cached):
             assert not isinstance(visible, Segments)
-            by_kernel = kind == "flash" and strategy.devices == 1
-            out_BTNU = _from_cache(self._queries(x_BTM, products), memory, visible, by_kernel)
+            arrays = (self._queries(x_BTM, products), *memory.buffers)
+            if kind == "flash" and strategy.devices == 1 and fits_cache(*arrays):
+                out_BTNU = attend_to_cache(*arrays, visible, memory.filled)
+            else:
+                out_BTNU = cache_reference(*arrays, visible)
             return self._project(out_BTNU, products)
         if kind == "flash" and isinstance(visible, Segments) and self.bq is None:
-            arrays = self._joint(x_BTM, memory, products)
-            return self._project(self._flash(arrays, visible, rate, key, strategy), products)
+            joint = self._joint(x_BTM, memory, products)
+            return self._project(self._flash(joint, visible, rate, key, strategy), products)
         if not isinstance(memory, KeysValues):
             memory = self.keys_values(x_BTM if memory is None else memory, products)
         dtype = x_BTM.dtype
@@ -188,14 +191,6 @@ class Attention(eqx.Module):
             return _in_eight_bits(out_BTNU, self.wo, 2)
         y_BTM = int8.product("BTNU,NUM->BTM", out_BTNU, self.wo)
         return biased(y_BTM, self.bo)
-
-
-def _from_cache(q_BTND: Array, memory: Cached, mask_BTL: Array, by_kernel: bool) -> Array:
-    """What the queries get of a cache: by the kernel where that is wanted and can be."""
-    arrays = (q_BTND, *memory.buffers)
-    if by_kernel and fits_cache(*arrays):
-        return attend_to_cache(*arrays, mask_BTL, memory.filled)
-    return cache_reference(*arrays, mask_BTL)
 
 
 def _heads(x_BTM: Array, w_MND: Array, products: Products) -> Array:

@@ -105,7 +105,8 @@ def joint_attention(
     if blocks is None:
         if target_platform() != "gpu" or not all(_fits(x) for x in arrays_BTPND):
             return reference(q.alone(), k.alone(), v.alone(), segments, rate, seed)
-        own = _block(math.gcd(T, L))
+        # The largest that divides a row; of all, if none does.
+        own = next((size for size in (64, 32, 16) if math.gcd(T, L) % size == 0), 64)
         blocks = Blocks(own, min(own, 32))
     arrays = tuple(_padded(x, blocks.own) for x in arrays_BTPND)
     q_BT, k_BL = (_padded(x, blocks.own) for x in (segments.queries, segments.keys))
@@ -195,11 +196,6 @@ def _fits(x: Array) -> bool:
     """Whether the hardware supports products of blocks with this many rows."""
     dim = x.shape[-1]
     return 16 <= dim <= 256 and dim & (dim - 1) == 0
-
-
-def _block(length: int) -> int:
-    """The largest block that divides a row; the largest of all if none does."""
-    return next((size for size in (64, 32, 16) if length % size == 0), 64)
 
 
 def _padded(x: Array, block: int) -> Array:

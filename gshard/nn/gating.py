@@ -86,9 +86,8 @@ def route(
     slot1_GS, kept1_GS, queue1 = _queue(wanted1_GSE, capacity, none_GE)
 
     if config.top_k == 1:
-        weight1_GS = gate1_GS * kept1_GS
-        routing = Routing(expert1_GS[None], slot1_GS[None], weight1_GS[None], kept1_GS[None])
-        routing = _masked(routing, config.output_masking, key)
+        first = (expert1_GS, slot1_GS, gate1_GS * kept1_GS, kept1_GS)
+        routing = _masked(Routing(*(x[None] for x in first)), config.output_masking, key)
         return routing, _metrics(logits_GSE, gates_GSE, real_GS, (queue1,), (kept1_GS,))
 
     keep_key, choose_key = (None, None) if key is None else jax.random.split(key)

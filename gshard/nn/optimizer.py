@@ -220,7 +220,8 @@ def fused_adafactor(settings: AdafactorSettings) -> FusedOptimizer:
         how = (settings.clipping, settings.min_dim_to_factor)
         for alike in _alike(params):
             some = (tuple(all_[n] for n in alike.places) for all_ in (grad_leaves, leaves, seeds))
-            moments = next(before) if alike.shared else _lift(own[alike.places[0]])
+            alone = None if alike.shared else own[alike.places[0]]
+            moments = jax.tree.map(lambda m: m[None], alone) if alone else next(before)
             updated, moments, squares = _apply(alike.stacked, *how, pace, moments, *some)
             total = total + squares
             for place, leaf in zip(alike.places, updated, strict=True):
@@ -243,10 +244,6 @@ def _alike(params: Any) -> list[Alike]:
         apart = place if alone else -1
         found[leaf.shape, leaf.dtype, stacked_dims(path), apart].append(place)
     return [Alike(tuple(p), stacked, apart < 0) for (_, _, stacked, apart), p in found.items()]
-
-
-def _lift(moments: Moments) -> Moments:
-    return jax.tree.map(lambda m: m[None], moments)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

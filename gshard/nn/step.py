@@ -28,58 +28,53 @@ from gshard.nn.hashing import seed_of
 from gshard.nn.kernels.vocabulary import fits, log_z_and_grads, reference
 from gshard.nn.optimizer import FusedOptimizer
 from gshard.nn.strategy import ONE_DEVICE, Strategy
-from gshard.nn.transformer import ModelMetrics, Transformer
+from gshard.nn.transformer import Transformer
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def weighted_nll(
-    x_BTM: Array,
-    table_VM: Array,
-    labels_BT: Array,
-    weights_BT: Array,
-    label_smoothing: float,
-    chunks: int,
-    kernels: Strategy | None = None,
-) -> Array:
-    """The sum of `weights_BT` * -log p(label); the logits are `x_BTM` times the table.
+class LossSettings(NamedTuple):
+    """Label smoothing; at most how many slices of the logits, as many as divide a sequence.
 
-    The logits are computed in at most `chunks` slices, as many as divide the length of a sequence.
     With `kernels`, each device of that strategy runs a kernel on the logits of its own sequences,
     if supported.
     """
 
+    smoothing: float
+    chunks: int
+    kernels: Strategy | None = None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def weighted_nll(
+    x_BTM: Array, table_VM: Array, labels_BT: Array, weights_BT: Array, how: LossSettings
+) -> Array:
+    """The sum of `weights_BT` * -log p(label); the logits are `x_BTM` times the table."""
+
     def body(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:
         x, labels, weights = chunk
         log_z = jax.nn.logsumexp(logits_of(x, table_VM), axis=-1)
-        nll = log_z - _expected_logit(x, table_VM, labels, label_smoothing)
+        nll = log_z - _expected_logit(x, table_VM, labels, how.smoothing)
         return total + jnp.sum(nll * weights), None
 
-    slices = tuple(cut(x, chunks) for x in (x_BTM, labels_BT, weights_BT))
+    slices = tuple(cut(x, how.chunks) for x in (x_BTM, labels_BT, weights_BT))
     return jax.lax.scan(body, jnp.zeros(()), slices)[0]
 
 
 def _nll_and_grads(
-    x_BTM: Array,
-    table_VM: Array,
-    labels_BT: Array,
-    weights_BT: Array,
-    label_smoothing: float,
-    chunks: int,
-    kernels: Strategy | None,
+    x_BTM: Array, table_VM: Array, labels_BT: Array, weights_BT: Array, how: LossSettings
 ) -> tuple[Array, tuple[Array, Array]]:
     def body(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
         total, table_grad = carry
         x, labels, weights = chunk
         logits = logits_of(x, table_VM)
-        log_z, grad = _log_z_and_grads(logits, labels, weights, label_smoothing, x.dtype, kernels)
-        nll = log_z - _expected_logit(x, table_VM, labels, label_smoothing)
+        log_z, grad = _log_z_and_grads(logits, labels, weights, x.dtype, how)
+        nll = log_z - _expected_logit(x, table_VM, labels, how.smoothing)
         x_grad = jnp.einsum("BTV,VM->BTM", grad, table_VM.astype(x.dtype))
         table_grad = table_grad + jnp.einsum(
             "BTV,BTM->VM", grad, x, preferred_element_type=jnp.float32
         )
         return (total + jnp.sum(nll * weights), table_grad), x_grad
 
-    slices = tuple(cut(x, chunks) for x in (x_BTM, labels_BT, weights_BT))
+    slices = tuple(cut(x, how.chunks) for x in (x_BTM, labels_BT, weights_BT))
     empty = jnp.zeros(()), jnp.zeros(table_VM.shape, jnp.float32)
     (total, table_grad), x_grads = jax.lax.scan(body, empty, slices)
     x_grad = jnp.moveaxis(x_grads, 0, 1).reshape(x_BTM.shape)
@@ -87,11 +82,7 @@ def _nll_and_grads(
 
 
 def _scaled_grads(
-    label_smoothing: float,
-    chunks: int,
-    kernels: Strategy | None,
-    grads: tuple[Array, Array],
-    scale: Array,
+    how: LossSettings, grads: tuple[Array, Array], scale: Array
 ) -> tuple[Array, Array, None, None]:
     x_grad, table_grad = ((scale * grad).astype(grad.dtype) for grad in grads)
     return x_grad, table_grad, None, None
@@ -101,19 +92,15 @@ weighted_nll.defvjp(_nll_and_grads, _scaled_grads)
 
 
 def _log_z_and_grads(
-    logits_BTV: Array,
-    labels_BT: Array,
-    weights_BT: Array,
-    label_smoothing: float,
-    dtype: Any,
-    kernels: Strategy | None,
+    logits_BTV: Array, labels_BT: Array, weights_BT: Array, dtype: Any, how: LossSettings
 ) -> tuple[Array, Array]:
+    kernels = how.kernels
     if kernels is None or not fits(logits_BTV, kernels.devices):
-        return reference(logits_BTV, labels_BT, weights_BT, label_smoothing, dtype)
+        return reference(logits_BTV, labels_BT, weights_BT, how.smoothing, dtype)
     B, _, V = logits_BTV.shape
     logits, labels, weights = map(kernels.own_groups, (logits_BTV, labels_BT, weights_BT))
     flat = logits.reshape(-1, V), labels.reshape(-1), weights.reshape(-1)
-    log_z, grads = log_z_and_grads(*flat, label_smoothing, dtype)
+    log_z, grads = log_z_and_grads(*flat, how.smoothing, dtype)
     shaped = log_z.reshape(labels.shape), grads.reshape(logits.shape)
     return kernels.all_groups(shaped[0], B), kernels.all_groups(shaped[1], B)
 
@@ -307,7 +294,9 @@ def loss(
             chunks = model.config.loss_chunks
             soft = teacher_nll(x_BTM, model.target.table, taught, weights_BT, chunks)
             learned = (1.0 - teacher_share) * nll + teacher_share * soft
-        aux, z = _router_losses(routers)
+        sides = [r for r in routers if r is not None]
+        aux = sum((jnp.sum(r.aux_loss) for r in sides), jnp.zeros(()))
+        z = sum((jnp.sum(r.z_loss) for r in sides), jnp.zeros(()))
         gating = model.config.gating
         total = learned + gating.aux_coefficient * aux + gating.z_coefficient * z
         return total, StepMetrics(total, nll, aux, z, tokens, jnp.zeros(()), *routers)
@@ -321,10 +310,9 @@ def _nll(
     tokens = jnp.sum(real_BT).astype(jnp.float32)
     if model.config.loss_chunks > 1:
         weights_BT = real_BT / jnp.maximum(tokens, 1.0)
-        kernels = model.config.kernels(strategy)
-        settings = (label_smoothing, model.config.loss_chunks, kernels)
-        nll = weighted_nll(x_BTM, model.target.table, batch.labels, weights_BT, *settings)
-        return nll, tokens
+        config = model.config
+        how = LossSettings(label_smoothing, config.loss_chunks, config.kernels(strategy))
+        return weighted_nll(x_BTM, model.target.table, batch.labels, weights_BT, how), tokens
     nll_BT = cross_entropy(model.target.logits(x_BTM), batch.labels, label_smoothing)
     return jnp.sum(nll_BT * real_BT) / jnp.maximum(tokens, 1.0), tokens
 
@@ -342,13 +330,6 @@ def cross_entropy(logits_BTV: Array, labels_BT: Array, label_smoothing: float = 
         return nll_BT
     even_BT = log_z_BT - jnp.mean(logits_BTV, axis=-1)
     return (1.0 - label_smoothing) * nll_BT + label_smoothing * even_BT
-
-
-def _router_losses(routers: ModelMetrics) -> tuple[Array, Array]:
-    sides = [r for r in routers if r is not None]
-    zero = jnp.zeros(())
-    aux = sum((jnp.sum(r.aux_loss) for r in sides), zero)
-    return aux, sum((jnp.sum(r.z_loss) for r in sides), zero)
 
 
 def _norm(tree: Any) -> Array:

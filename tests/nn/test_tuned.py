@@ -24,7 +24,7 @@ from gshard.nn.flat import flat_dropless
 from gshard.nn.gating import Routing, float32_logits, parts, route
 from gshard.nn.hashing import hash_dropout, hashed_bits, round_stochastically, seed_of
 from gshard.nn.layers import relu
-from gshard.nn.step import weighted_nll
+from gshard.nn.step import LossSettings, weighted_nll
 from tests.nn import models
 from tests.oracle import kinds
 
@@ -185,7 +185,7 @@ def test_loss_in_chunks_is_the_whole_one(chunks, smoothing):
         return 3.0 * jnp.sum(weights * cross_entropy(logits, labels, smoothing))
 
     def cut(x, table):
-        return 3.0 * weighted_nll(x, table, labels, weights, smoothing, chunks)
+        return 3.0 * weighted_nll(x, table, labels, weights, LossSettings(smoothing, chunks))
 
     want = jax.value_and_grad(whole, (0, 1))(x, table)
     close(jax.jit(jax.value_and_grad(cut, (0, 1)))(x, table), want, rtol=1e-4, atol=1e-5)
@@ -195,7 +195,7 @@ def test_loss_in_chunks_is_the_whole_one(chunks, smoothing):
 def test_no_logits_of_the_whole_batch_exist():
     x, table = jnp.ones((4, 16, 8), jnp.bfloat16), jnp.ones((50, 8), jnp.bfloat16)
     labels, weights = jnp.ones((4, 16), jnp.int32), jnp.ones((4, 16))
-    f = jax.grad(lambda x: weighted_nll(x, table, labels, weights, 0.1, 8))
+    f = jax.grad(lambda x: weighted_nll(x, table, labels, weights, LossSettings(0.1, 8)))
     text = str(jax.make_jaxpr(f)(x))
     assert "4,2,50" in text
     assert "4,16,50" not in text

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import gshard
 from gshard.nn import Strategy, step
 from gshard.nn.kernels.vocabulary import fits, log_z_and_grads, reference
-from gshard.nn.step import weighted_nll
+from gshard.nn.step import LossSettings, weighted_nll
 from gshard.nn.strategy import ONE_DEVICE
 from tests.oracle import kinds
 
@@ -82,7 +82,9 @@ def test_the_loss_by_the_kernel_is_the_plain_one(monkeypatch, smoothing):
 
     def run(*, kernels):
         def loss(x, table):
-            return 3.0 * weighted_nll(x, table, labels, weights, smoothing, 2, kernels)
+            return 3.0 * weighted_nll(
+                x, table, labels, weights, LossSettings(smoothing, 2, kernels)
+            )
 
         return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, table)
 
@@ -113,7 +115,7 @@ def test_each_device_runs_the_kernel_on_its_own_logits(monkeypatch, devices):
     def run(jit, kernels):
         def loss(x, table):
             given = (strategy.groups(a) for a in (labels, weights))
-            return weighted_nll(strategy.groups(x), table, *given, 0.1, 2, kernels)
+            return weighted_nll(strategy.groups(x), table, *given, LossSettings(0.1, 2, kernels))
 
         return jit(jax.value_and_grad(loss, (0, 1)))
 
