@@ -112,10 +112,7 @@ def _overlap(found: list[Timed], body: Mapping[int, DeviceOperator]) -> None:
 
 
 def _timed(
-    operator: DeviceOperator,
-    around: tuple[JaxprEqn, ...],
-    machine: Hardware,
-    topology: Topology,
+    operator: DeviceOperator, around: tuple[JaxprEqn, ...], machine: Hardware, topology: Topology
 ) -> Timed:
     root, efficiency, site = operator.root, machine.efficiency, operator.site
     source, function = site_of(site)

@@ -19,10 +19,7 @@ NO_NOTE: Note = lambda eqn: ""  # noqa: E731
 
 
 def program_text(
-    jaxpr: Jaxpr,
-    title: str = "program",
-    note: Note = NO_NOTE,
-    names: dict[Any, str] | None = None,
+    jaxpr: Jaxpr, title: str = "program", note: Note = NO_NOTE, names: dict[Any, str] | None = None
 ) -> str:
     """The program as readable text; a `note` follows its equation.
 
