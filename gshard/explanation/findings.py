@@ -6,8 +6,7 @@ import functools
 
 from gshard.explanation.costs import ROUNDING, LineCost, bounds, by_kind, by_line, counts, headline
 from gshard.explanation.fixes import FixSearch, Progress, search
-from gshard.explanation.local_names import LocalNames
-from gshard.explanation.names import Names
+from gshard.explanation.names import LocalNames, Names
 from gshard.explanation.subject import Subject
 from gshard.explanation.why import Why
 from gshard.forecast import Forecast

@@ -11,8 +11,7 @@ import numpy as np
 
 from gshard.explanation.costs import ROUNDING, LineCost, counts
 from gshard.explanation.findings import EXPLAINED, Findings
-from gshard.explanation.local_names import LocalNames
-from gshard.explanation.names import einsums_of, shape
+from gshard.explanation.names import LocalNames, einsums_of, shape
 from gshard.explanation.text import conflicts, describe, replicated
 from gshard.explanation.why import near
 from gshard.forecast import Forecast

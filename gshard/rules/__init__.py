@@ -8,7 +8,6 @@ from gshard.rules import (  # noqa: F401  (each file registers its operators)
     callbacks,
     contraction,
     control,
-    cumulative,
     custom_partitioning,
     dynamic_slice,
     fft,

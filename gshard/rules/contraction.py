@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives
@@ -29,7 +29,6 @@ from gshard.moving.partial import combine
 from gshard.moving.reductions import mask_for
 from gshard.rules.base.rule import Context, Doc, Way, bind_local, linear_in, rule
 from gshard.rules.base.ways import FactorSplit, by_factors
-from gshard.rules.by_rows import sized_dims
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, shard_dims, shard_result
@@ -213,8 +212,11 @@ def ring_of(sharding: Sharding, dim: int) -> Pairs:
     )
 
 
+(ragged_dot_general_p,) = private_primitives("lax.lax", "ragged_dot_general_p")
+
+
 @rule(
-    *private_primitives("lax.lax", "ragged_dot_general_p"),
+    ragged_dot_general_p,
     doc=Doc(
         free="dims that the group sizes do not count",
         gather="contracting dims: AllReduce of the result; ragged and group dims: AllGather",
@@ -246,3 +248,37 @@ def ragged_factors(eqn: JaxprEqn, rows: str | None = None) -> Factors:
     out = [None] * (rank - len(out)) + out  # one result per group, in front
     contracted = {n: "sum" for n in lhs if n and n[0] == "k"}
     return Factors.of(eqn, [lhs, rhs, groups], [out], contracted, ordered=())
+
+
+def is_ragged(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `ragged_dot` with rows in the leading dim."""
+    if eqn.primitive is not ragged_dot_general_p or any(isinstance(a, Literal) for a in eqn.invars):
+        return False
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    plain = not any(numbers.dot_dimension_numbers[1]) and len(eqn.invars[2].aval.shape) == 1
+    return plain and tuple(numbers.lhs_ragged_dimensions) == (0,)
+
+
+def multiplies_rows(eqn: JaxprEqn) -> bool:
+    """Whether it multiplies each row with its group's matrix."""
+    return is_ragged(eqn) and bool(eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
+
+
+def sums_rows(eqn: JaxprEqn) -> bool:
+    """Whether it sums, for each group, the products of its rows."""
+    if not is_ragged(eqn) or multiplies_rows(eqn):
+        return False
+    contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
+    return tuple(map(tuple, contracted)) == ((0,), (0,))
+
+
+def sized_dims(eqn: JaxprEqn) -> list[int]:
+    """The dims of the left side, before the ragged one, that each have group sizes of their own."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), (batch, _) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    free = [d for d in range(len(eqn.invars[0].aval.shape)) if d not in (*contracted, *batch)]
+    if ragged in batch:
+        return list(batch[: batch.index(ragged)])
+    others = list(contracted) if ragged in contracted else free
+    return [*batch, *others[: others.index(ragged)]]

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from gshard.explanation.chains import origin
 from gshard.explanation.fixes import search
+from gshard.explanation.why import origin
 
 SHAPES = [(8, 64, 32), (32, 8), (8, 32, 128), (8, 128, 32)]
 
