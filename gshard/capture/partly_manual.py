@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from gshard._jax import batching
 from gshard.tensors.manual import axis_names_of, without_types
+from gshard.tensors.meshes import entries_of
 
 Sizes = dict[str, int]  # of the manual axes
 Annotate = Callable[[Any, tuple[str, ...]], Any]  # splits the leading dims of a stack over axes
@@ -54,28 +55,22 @@ def on_stacks(
     return region
 
 
-def _entries(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
-    """The axes that each dim is split over."""
-    found = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-    return [*found, *[()] * (rank - len(found))]
-
-
 def _axes(spec: PartitionSpec, sizes: Sizes) -> tuple[str, ...]:
     """The manual axes in a spec, in the order of their dims in a stack."""
-    named = {name for entry in _entries(spec, 0) for name in entry}
+    named = {name for entry in entries_of(spec) for name in entry}
     return tuple(name for name in sizes if name in named)
 
 
 def _places(spec: PartitionSpec, rank: int, sizes: Sizes) -> list[int]:
     """Where each axis of a spec is if it is a dim of its own, before the dim that it splits."""
-    order = [x for dim, names in enumerate(_entries(spec, rank)) for x in (*names, dim)]
+    order = [x for dim, names in enumerate(entries_of(spec, rank)) for x in (*names, dim)]
     return [order.index(name) for name in _axes(spec, sizes)]
 
 
 def _stack(x: Any, spec: PartitionSpec, sizes: Sizes) -> Any:
     """All parts of a tensor, with a leading dim for each axis of its spec."""
     shape: list[int] = []
-    for n, names in zip(x.shape, _entries(spec, x.ndim), strict=True):
+    for n, names in zip(x.shape, entries_of(spec, x.ndim), strict=True):
         tiles = [sizes[name] for name in names]
         shape += [*tiles, n // math.prod(tiles)]
     places = _places(spec, x.ndim, sizes)
@@ -95,7 +90,7 @@ def _logical(stack: Any, spec: PartitionSpec, sizes: Sizes) -> Any:
     """The tensor that a stack has the parts of: the inverse of `_stack`."""
     more = len(_axes(spec, sizes))
     rank = stack.ndim - more
-    parts = zip(stack.shape[more:], _entries(spec, rank), strict=True)
+    parts = zip(stack.shape[more:], entries_of(spec, rank), strict=True)
     shape = [n * math.prod(sizes[name] for name in names) for n, names in parts]
     return jnp.moveaxis(stack, range(more), _places(spec, rank, sizes)).reshape(shape)
 

@@ -21,7 +21,7 @@ from gshard._jax import context_mesh, is_default_layout
 from gshard.capture.calls import called_with, names_in_order
 from gshard.graph.caching import cached
 from gshard.tensors.annotate import Annotation, annotate, annotate_p, reading_devices
-from gshard.tensors.meshes import is_own, sharding_of, sharding_of_slices
+from gshard.tensors.meshes import entries_of, is_own, sharding_of, sharding_of_slices
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.uneven import UnevenArray
 
@@ -133,11 +133,8 @@ def _sharding_held(given: NamedSharding, rank: int, order: DeviceOrder) -> Shard
 def _axes_of(given: Any, rank: int) -> tuple[str, ...]:
     """The names of the mesh axes that each dim is split over; () without a `PartitionSpec`."""
     spec = given if isinstance(given, PartitionSpec) else getattr(given, "spec", None)
-    if spec is None:
-        return ()
-    entries = [(e,) if isinstance(e, str) else e for e in spec]
-    named = [" and ".join(e) if isinstance(e, tuple) else "" for e in entries]
-    return (*named, *[""] * (rank - len(named)))[:rank]
+    named = () if spec is None else map(" and ".join, entries_of(spec, rank))
+    return tuple(named)[:rank]
 
 
 def _checked_layout(given: Format, rank: int, name: str) -> Any:

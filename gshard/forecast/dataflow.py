@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -134,6 +135,20 @@ class Body:
     operators: list[DeviceOperator]
     alias: dict[Any, Any]  # values that are another one under a new shape
     folded: set[Any]  # of those what a product does on the way
+
+    @functools.cached_property
+    def makers(self) -> dict[Any, DeviceOperator]:
+        """The operator that writes each value."""
+        return {v: o for o in self.operators for v in o.writes}
+
+    @functools.cached_property
+    def readers(self) -> dict[Any, list[DeviceOperator]]:
+        """The operators that read each value, each once."""
+        found: dict[Any, list[DeviceOperator]] = {}
+        for operator in self.operators:
+            for var in dict.fromkeys(operator.reads):
+                found.setdefault(var, []).append(operator)
+        return found
 
     def stands_for(self, var: Any) -> Any:
         """The stored value of which `var` is a view."""

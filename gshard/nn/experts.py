@@ -27,6 +27,7 @@ from gshard.nn.float8 import Annotate, exchanged
 from gshard.nn.gating import Routed, RouterMetrics, Routing, float32_logits, route
 from gshard.nn.grouped import feed_forward, times
 from gshard.nn.int8 import Int8, product
+from gshard.nn.kernels import with_gradient
 from gshard.nn.layers import biased, dropout, init_weight, relu, split_key
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
@@ -342,7 +343,15 @@ def _tables(routing: Routing, E: int, C: int) -> tuple[Array, Array]:
     return slot_GKS, jax.vmap(invert)(slot_GKS)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _lookup_backward(
+    strategy: Strategy, back_GKR: Array, grads_GXM: Array
+) -> tuple[Array, None, None]:
+    G, K, R = back_GKR.shape
+    taken = _lookup(strategy, grads_GXM, back_GKR.reshape(G, K * R), back_GKR)
+    return jnp.sum(taken.reshape(G, K, R, -1), axis=1), None, None
+
+
+@with_gradient(_lookup_backward, keep=lambda found, *args: args[-1], nondiff=(0,))
 def _lookup(strategy: Strategy, rows_GRM: Array, index_GX: Array, back_GKR: Array) -> Array:
     """Rows by index within each group; an index past the end gives zeros.
 
@@ -356,23 +365,6 @@ def _lookup(strategy: Strategy, rows_GRM: Array, index_GX: Array, back_GKR: Arra
         strategy.own_groups(rows_GRM), strategy.own_groups(index_GX)
     )
     return strategy.all_groups(found_GXM, len(rows_GRM))
-
-
-def _lookup_forward(
-    strategy: Strategy, rows_GRM: Array, index_GX: Array, back_GKR: Array
-) -> tuple[Array, Array]:
-    return _lookup(strategy, rows_GRM, index_GX, back_GKR), back_GKR
-
-
-def _lookup_backward(
-    strategy: Strategy, back_GKR: Array, grads_GXM: Array
-) -> tuple[Array, None, None]:
-    G, K, R = back_GKR.shape
-    taken = _lookup(strategy, grads_GXM, back_GKR.reshape(G, K * R), back_GKR)
-    return jnp.sum(taken.reshape(G, K, R, -1), axis=1), None, None
-
-
-_lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 DISPATCHES = {

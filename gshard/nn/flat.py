@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from gshard.nn.gating import Routing
+from gshard.nn.kernels import with_gradient
 from gshard.tensors.annotate import target_platform
 
 RunExperts = Callable[[Array], Array]  # [E, C, M] to [E, C, M]
@@ -88,36 +89,15 @@ def through(
     return combine(y_XM, weight_KR, places)
 
 
-@jax.custom_vjp
-def dispatch(x_RM: Array, places: Places) -> Array:
-    """For each slot the token that has it, or zeros."""
-    return _rows(x_RM, places.token)
-
-
-def _dispatch_forward(x_RM: Array, places: Places) -> tuple[Array, Places]:
-    return dispatch(x_RM, places), places
-
-
 def _dispatch_backward(places: Places, grads_XM: Array) -> tuple[Array, None]:
     rows = [_rows(grads_XM, slot_R).astype(jnp.float32) for slot_R in places.slot]
     return sum(rows[1:], rows[0]).astype(grads_XM.dtype), None
 
 
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
-
-
-@jax.custom_vjp
-def combine(y_XM: Array, weight_KR: Array, places: Places) -> Array:
-    """For each token the results in its slots, mixed by weight."""
-    mixed = [
-        weight_R[:, None] * _rows(y_XM, slot_R).astype(jnp.float32)
-        for weight_R, slot_R in zip(weight_KR, places.slot, strict=True)
-    ]
-    return sum(mixed[1:], mixed[0]).astype(y_XM.dtype)
-
-
-def _combine_forward(y_XM: Array, weight_KR: Array, places: Places) -> tuple[Array, Any]:
-    return combine(y_XM, weight_KR, places), (y_XM, weight_KR, places)
+@with_gradient(_dispatch_backward, keep=lambda x_XM, x_RM, places: places)
+def dispatch(x_RM: Array, places: Places) -> Array:
+    """For each slot the token that has it, or zeros."""
+    return _rows(x_RM, places.token)
 
 
 def _combine_backward(
@@ -132,7 +112,14 @@ def _combine_backward(
     return y_grads, _rows(along_X, places.slot), None
 
 
-combine.defvjp(_combine_forward, _combine_backward)
+@with_gradient(_combine_backward)
+def combine(y_XM: Array, weight_KR: Array, places: Places) -> Array:
+    """For each token the results in its slots, mixed by weight."""
+    mixed = [
+        weight_R[:, None] * _rows(y_XM, slot_R).astype(jnp.float32)
+        for weight_R, slot_R in zip(weight_KR, places.slot, strict=True)
+    ]
+    return sum(mixed[1:], mixed[0]).astype(y_XM.dtype)
 
 
 def _rows(x: Array, index: Array) -> Array:

@@ -15,7 +15,6 @@ rounded operands are multiplied in float32. Dims: E experts (or 1), R rows, K su
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from gshard.nn.kernels import with_gradient
 from gshard.nn.kernels.float8 import E4M3, E5M2, both_ways, gated, rounded
 from gshard.tensors.annotate import target_platform
 
@@ -169,7 +169,11 @@ Annotate = Callable[[Array], Array]
 _SAMPLE = 64  # one of this many numbers of the last dims is sampled for a scale
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _exchanged_backward(here: Annotate, there: Annotate, _: None, grads: Array) -> tuple[Array]:
+    return (_sent(there, here, grads, E5M2),)
+
+
+@with_gradient(_exchanged_backward, keep=lambda *_: None, nondiff=(0, 1))
 def exchanged(here: Annotate, there: Annotate, x: Array) -> Array:
     """`x`, which is sharded as `here` annotates, sharded as `there` does; sent in eight bits.
 
@@ -177,17 +181,6 @@ def exchanged(here: Annotate, there: Annotate, x: Array) -> Array:
     has the dtype of before. Only what moves is rounded: on one device the tokens are rounded alike.
     """
     return _sent(here, there, x, E4M3)
-
-
-def _exchanged_forward(here: Annotate, there: Annotate, x: Array) -> tuple[Array, None]:
-    return exchanged(here, there, x), None
-
-
-def _exchanged_backward(here: Annotate, there: Annotate, _: None, grads: Array) -> tuple[Array]:
-    return (_sent(there, here, grads, E5M2),)
-
-
-exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 
 
 def _sent(here: Annotate, there: Annotate, x: Array, dtype: Any) -> Array:

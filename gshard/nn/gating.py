@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gshard.nn.config import GatingConfig
+from gshard.nn.kernels import with_gradient
 
 
 class Routing(NamedTuple):
@@ -223,7 +224,16 @@ def parts(x: Array) -> Array:
     return jnp.stack(found, axis=-2)
 
 
-@jax.custom_vjp
+def _logits_backward(kept: tuple[Array, Array], grads_GSE: Array) -> tuple[Array, Array]:
+    """The gate's gradient is exact too; the activations' is rounded to bfloat16 in any case."""
+    x_GSM, gate_ME = kept
+    grads_GSKE = parts(grads_GSE)
+    gate_MKE = jnp.einsum("GSM,GSKE->MKE", x_GSM, grads_GSKE, preferred_element_type=jnp.float32)
+    x_grad = jnp.einsum("GSE,ME->GSM", grads_GSKE[:, :, 0], gate_ME.astype(jnp.bfloat16))
+    return x_grad, jnp.sum(gate_MKE, axis=1)
+
+
+@with_gradient(_logits_backward)
 def float32_logits(x_GSM: Array, gate_ME: Array) -> Array:
     """`x_GSM` (bfloat16) times `gate_ME` (float32), as exact as in float32.
 
@@ -235,19 +245,3 @@ def float32_logits(x_GSM: Array, gate_ME: Array) -> Array:
         "GSM,MKE->GSKE", x_GSM, parts(gate_ME), preferred_element_type=jnp.float32
     )
     return jnp.sum(logits_GSKE, axis=2)
-
-
-def _logits_forward(x_GSM: Array, gate_ME: Array) -> tuple[Array, tuple[Array, Array]]:
-    return float32_logits(x_GSM, gate_ME), (x_GSM, gate_ME)
-
-
-def _logits_backward(kept: tuple[Array, Array], grads_GSE: Array) -> tuple[Array, Array]:
-    """The gate's gradient is exact too; the activations' is rounded to bfloat16 in any case."""
-    x_GSM, gate_ME = kept
-    grads_GSKE = parts(grads_GSE)
-    gate_MKE = jnp.einsum("GSM,GSKE->MKE", x_GSM, grads_GSKE, preferred_element_type=jnp.float32)
-    x_grad = jnp.einsum("GSE,ME->GSM", grads_GSKE[:, :, 0], gate_ME.astype(jnp.bfloat16))
-    return x_grad, jnp.sum(gate_MKE, axis=1)
-
-
-float32_logits.defvjp(_logits_forward, _logits_backward)

@@ -16,6 +16,8 @@ import numpy as np
 from jax import Array
 from jax.extend.random import define_prng_impl
 
+from gshard.nn.kernels import with_gradient
+
 GOLDEN = 0x9E3779B9  # the golden ratio of 2^32: its multiples are far apart
 
 
@@ -68,22 +70,15 @@ def kept(bits: Array, rate: float) -> Array:
     return bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def hash_dropout(x: Array, seed: Array, rate: float) -> Array:
-    """Dropout that keeps nothing for the backward pass but its seed."""
-    keep = kept(hashed_bits(seed, x.shape), rate)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
-
-
-def _dropout_forward(x: Array, seed: Array, rate: float) -> tuple[Array, Array]:
-    return hash_dropout(x, seed, rate), seed
-
-
 def _dropout_backward(rate: float, seed: Array, grad: Array) -> tuple[Array, None]:
     return hash_dropout(grad, seed, rate), None
 
 
-hash_dropout.defvjp(_dropout_forward, _dropout_backward)
+@with_gradient(_dropout_backward, keep=lambda y, x, seed, rate: seed, nondiff=(2,))
+def hash_dropout(x: Array, seed: Array, rate: float) -> Array:
+    """Dropout that keeps nothing for the backward pass but its seed."""
+    keep = kept(hashed_bits(seed, x.shape), rate)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
 
 def round_stochastically(x: Array, seed: Array) -> Array:

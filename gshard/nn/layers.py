@@ -28,6 +28,7 @@ from gshard.nn import float8
 from gshard.nn.config import EPSILON, Products, Random
 from gshard.nn.hashing import hash_dropout, seed_of
 from gshard.nn.int8 import looked_up, product
+from gshard.nn.kernels import with_gradient
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.tensors.annotate import target_platform
 
@@ -64,20 +65,6 @@ def fits_norm(x: Array, devices: int = 1) -> bool:
         and len(x) % devices == 0
         and x.size % (256 * CUT.numbers * devices) == 0
     )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def normalize_beside(
-    x: Array, scale: Array, bias: Array, strategy: Strategy = ONE_DEVICE, cut: NormBlocks = CUT
-) -> tuple[Array, Array]:
-    """`x` normalized, and `x` itself for the residual path: one kernel computes both gradients."""
-    return normalize(x, scale, bias), x
-
-
-def _norm_forward(
-    x: Array, scale: Array, bias: Array, strategy: Strategy, cut: NormBlocks
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    return normalize_beside(x, scale, bias, strategy, cut), (x, scale)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all of a shape
@@ -119,7 +106,12 @@ def _gradients(
     return made.reshape(x.shape), scale_PM, bias_PM
 
 
-normalize_beside.defvjp(_norm_forward, _norm_backward)
+@with_gradient(_norm_backward, lambda _, x, scale, *rest: (x, scale), nondiff=(3, 4))
+def normalize_beside(
+    x: Array, scale: Array, bias: Array, strategy: Strategy = ONE_DEVICE, cut: NormBlocks = CUT
+) -> tuple[Array, Array]:
+    """`x` normalized, and `x` itself for the residual path: one kernel computes both gradients."""
+    return normalize(x, scale, bias), x
 
 
 def _norm_kernel(
@@ -171,23 +163,15 @@ def dropout(x: Array, rate: float, key: Array | None, random: Random = "threefry
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
 
-@jax.custom_vjp
-def relu(x: Array) -> Array:
-    """max(x, 0); the backward pass needs its result only, which the next product keeps anyway."""
-    return jnp.maximum(x, 0)
-
-
-def _relu_forward(x: Array) -> tuple[Array, Array]:
-    y = relu(x)
-    return y, y
-
-
 def _relu_backward(y: Array, grad: Array) -> tuple[Array]:
     # Not y > 0: XLA would turn that into x > 0 and keep x as well, the largest activation.
     return (jnp.where(y != 0, grad, jnp.zeros_like(grad)),)
 
 
-relu.defvjp(_relu_forward, _relu_backward)
+@with_gradient(_relu_backward, keep=lambda y, x: y)
+def relu(x: Array) -> Array:
+    """max(x, 0); the backward pass needs its result only, which the next product keeps anyway."""
+    return jnp.maximum(x, 0)
 
 
 def biased(x: Array, bias: Array | None) -> Array:

@@ -78,10 +78,7 @@ def adafactor(
         return jnp.minimum(1.0 - t ** (-exponent), decay_cap)
 
     if fused:
-        settings = AdafactorSettings(
-            schedule, lambda t: capped(t, decay), clipping, min_dim_to_factor
-        )
-        return fused_adafactor(settings)
+        return _fused(schedule, lambda t: capped(t, decay), clipping, min_dim_to_factor)
     return per_matrix(
         optax.chain(
             optax.scale_by_factored_rms(
@@ -147,15 +144,6 @@ class FusedOptimizer(NamedTuple):
     apply: Callable[[Any, Any, Any, Array], tuple[Any, Any, Array]]
 
 
-class AdafactorSettings(NamedTuple):
-    """Adafactor's, with the schedules as functions of the number of steps done."""
-
-    schedule: optax.Schedule
-    decay: Callable[[Any], Array]
-    clipping: float
-    min_dim_to_factor: int
-
-
 class Moments(NamedTuple):
     """Second moments: their means over each of two dims, or, of small weights, all of them."""
 
@@ -187,8 +175,10 @@ class Alike(NamedTuple):
     shared: bool
 
 
-def fused_adafactor(settings: AdafactorSettings) -> FusedOptimizer:
-    """The optimizer that computes what `adafactor()` does with the same settings."""
+def _fused(
+    schedule: optax.Schedule, decay: optax.Schedule, clipping: float, min_dim_to_factor: int
+) -> FusedOptimizer:
+    """Adafactor in few passes; the schedules are functions of the number of steps done."""
 
     def init(params: Any) -> FusedState:
         leaves, tree = jax.tree.flatten(params)
@@ -196,7 +186,7 @@ def fused_adafactor(settings: AdafactorSettings) -> FusedOptimizer:
         own: list[Moments | None] = [None] * len(leaves)
         for alike in _alike(params):
             shape = leaves[alike.places[0]].shape
-            dims = _factored_dims(shape[alike.stacked :], settings.min_dim_to_factor)
+            dims = _factored_dims(shape[alike.stacked :], min_dim_to_factor)
             count = (len(alike.places),) if alike.shared else ()
             if dims is None:
                 moments = Moments(v=jnp.zeros((*count, *shape)))
@@ -215,9 +205,9 @@ def fused_adafactor(settings: AdafactorSettings) -> FusedOptimizer:
         numbers = jax.lax.iota(jnp.uint32, len(leaves)) * np.uint32(GOLDEN)
         seeds = _unstack(seed + numbers[:, None])
         before, shared, total = iter(state.shared), [], jnp.zeros(())
-        pace = Pace(settings.schedule(state.steps), settings.decay(state.steps))
+        pace = Pace(schedule(state.steps), decay(state.steps))
         pace = jax.lax.optimization_barrier(pace)  # otherwise XLA recomputes it for each weight
-        how = (settings.clipping, settings.min_dim_to_factor)
+        how = (clipping, min_dim_to_factor)
         for alike in _alike(params):
             some = (tuple(all_[n] for n in alike.places) for all_ in (grad_leaves, leaves, seeds))
             alone = None if alike.shared else own[alike.places[0]]

@@ -33,6 +33,7 @@ from gshard.tensors.manual import (
     over_groups_p,
     row_of_device_p,
 )
+from gshard.tensors.meshes import entries_of
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 
@@ -145,14 +146,9 @@ def _ask(eqn: JaxprEqn, factors: Factors, axes: Axes) -> tuple[Any, list[Any], l
         (result_shardings, params["out_tree"], eqn.outvars),
     ):
         flat = tree.flatten_up_to(tuple(shardings) if isinstance(shardings, list) else shardings)
-        specs.append([_spec(s, len(a.aval.shape)) for s, a in zip(flat, atoms, strict=True)])
+        both = zip(flat, atoms, strict=True)
+        specs.append([entries_of(s.spec, len(a.aval.shape)) for s, a in both])
     return lowered, *specs
-
-
-def _spec(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
-    """The mesh axes of each dim."""
-    named = [(n,) if isinstance(n, str) else tuple(n or ()) for n in sharding.spec]
-    return named + [()] * (rank - len(named))
 
 
 def _sharding(ctx: Context, spec: Sequence[tuple[str, ...]], axes: Axes) -> Sharding:

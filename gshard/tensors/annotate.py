@@ -93,7 +93,7 @@ class Annotation:
 
 def replicate(tensor: T) -> T:
     """Annotate `tensor` to be replicated: every device has all of it."""
-    return annotate(tensor, Annotation("replicate(tensor)", (1,) * np.ndim(tensor), None))
+    return annotate(tensor, Annotation("replicate(tensor)", (1,) * len(_shape(tensor)), None))
 
 
 def split(tensor: T, split_dimension: int, num_partitions: int) -> T:
@@ -102,13 +102,13 @@ def split(tensor: T, split_dimension: int, num_partitions: int) -> T:
     Partition i is on device i. With fewer partitions than devices, the other devices hold copies
     if the number of devices is a multiple of the number of partitions, and nothing otherwise.
     """
-    rank = np.ndim(tensor)
+    rank = len(_shape(tensor))
     call = f"split(tensor, {split_dimension}, {num_partitions})"
     if not -rank <= split_dimension < rank:
         allowed = f"{-rank} to {rank - 1}" if rank else "none: a scalar has no dims to split"
         raise ValueError(
             f"{here()}: {call}: the split dimension {split_dimension} is out of range for a tensor "
-            f"of shape {np.shape(tensor)}; allowed: {allowed}"
+            f"of shape {_shape(tensor)}; allowed: {allowed}"
         )
     if num_partitions < 1:
         raise ValueError(f"{here()}: {call}: the number of partitions must be at least 1")
@@ -126,6 +126,10 @@ def shard(tensor: T, device_assignment: ArrayLike) -> T:
     row blocks, each copied along a row of the mesh.
     """
     return annotate(tensor, as_annotation(tensor, device_assignment))
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return np.shape(tensor)
 
 
 def as_annotation(tensor: Any, device_assignment: Any) -> Annotation:

@@ -199,7 +199,8 @@ def sharding_of(
 ) -> tuple[Sharding, tuple[int, ...]]:
     """gshard's sharding for a `NamedSharding`, and the dims that are unconstrained."""
     mesh = named.mesh
-    unknown = [d for d in _devices_of(mesh) if d not in numbers]
+    real = () if isinstance(mesh, AbstractMesh) else mesh.devices.flat
+    unknown = [d for d in real if d not in numbers]
     if unknown or mesh.size > num_devices:
         raise ValueError(
             f"the mesh {dict(mesh.shape)} has {len(unknown) or mesh.size} devices that are not "
@@ -211,26 +212,24 @@ def sharding_of(
             "most one for each dim"
         )
     numbered = grid_of(mesh, numbers).ravel()
-    entries = (*named.spec, *(None,) * (rank - len(named.spec)))
     where = np.indices(tuple(mesh.shape.values()))
     axis_number = {name: i for i, name in enumerate(mesh.axis_names)}
     splits: list[Split | None] = []
-    for entry in entries:
-        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-            splits.append(None)
-            continue
+    for names in entries_of(named.spec, rank):
         index = np.zeros(where.shape[1:], np.int64)
-        for name in (entry,) if isinstance(entry, str) else entry:
+        for name in names:
             index = index * mesh.shape[name] + where[axis_number[name]]
         coords = np.full(num_devices, -1)
         coords[numbered] = index.ravel()
         splits.append(Split.of(coords))
-    free = tuple(d for d, e in enumerate(entries) if e is PartitionSpec.UNCONSTRAINED)
+    free = tuple(d for d, e in enumerate(named.spec) if e is PartitionSpec.UNCONSTRAINED)
     return Sharding(tuple(splits), num_devices), free
 
 
-def _devices_of(mesh: AnyMesh) -> list[jax.Device]:
-    return [] if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
+def entries_of(spec: PartitionSpec, rank: int = 0) -> list[tuple[str, ...]]:
+    """The mesh axes that each dim is split over; none where it is unsplit, or unconstrained."""
+    found = [(e,) if isinstance(e, str) else e if isinstance(e, tuple) else () for e in spec]
+    return [*found, *[()] * (rank - len(found))]
 
 
 def sharding_of_slices(

@@ -208,9 +208,8 @@ def _note_rows(operator: DeviceOperator, on_chip: dict[Any, DeviceOperator]) -> 
 def depth_first(body: Body) -> list[DeviceOperator]:
     """Operators ordered so that each result is finished before the next is begun."""
     place = {o: i for i, o in enumerate(body.operators)}
-    makers = {v: operator for operator in body.operators for v in operator.writes}
     results = [body.stands_for(v) for v in body.outputs if not isinstance(v, Literal)]
-    goals = [makers[v] for v in results if v in makers]
+    goals = [body.makers[v] for v in results if v in body.makers]
     return in_order([*goals, *body.operators], lambda needed: min(needed, key=place.__getitem__))
 
 

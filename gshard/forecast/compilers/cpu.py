@@ -196,10 +196,14 @@ def _as_matrices(op: Op) -> list[Op]:
     before, reads = [], list(op.reads)
     for number, order in enumerate(orders):
         if not simple and order != sorted(order):
-            moved = Stored(reads[number].aval)
-            before.append(Op(op.eqn, (reads[number],), (moved,), True, p.transpose_p))
-            reads[number] = moved
+            before.append(_transposed(op, reads[number]))
+            reads[number] = before[-1].writes[0]
     return [*before, op if simple else replace(op, reads=tuple(reads), added=op.primitive)]
+
+
+def _transposed(op: Op, var: Any) -> Op:
+    """The transpose of an operand that a compiler adds."""
+    return Op(op.eqn, (var,), (Stored(var.aval),), True, p.transpose_p)
 
 
 def _with_transposes(op: Op) -> list[Op]:
@@ -212,9 +216,8 @@ def _with_transposes(op: Op) -> list[Op]:
     if len(reads) == 2:
         for number, (spec, wanted) in enumerate(((specs.lhs_spec, data), (specs.rhs_spec, kernel))):
             if tuple(spec) != wanted:
-                moved = Stored(reads[number].aval)
-                before.append(Op(op.eqn, (reads[number],), (moved,), True, p.transpose_p))
-                reads[number] = moved
+                before.append(_transposed(op, reads[number]))
+                reads[number] = before[-1].writes[0]
     if tuple(specs.out_spec) == data:
         return [*before, replace(op, reads=tuple(reads))]
     made = Stored(op.writes[0].aval)
@@ -242,23 +245,15 @@ _EXPANDED: dict[Primitive, Callable[[Op], list[Op]]] = {
 
 def _breadth_first(body: Body) -> list[DeviceOperator]:
     """Operators in the order in which their operands become ready."""
-    readers: dict[Any, list[DeviceOperator]] = {}
-    pending: dict[DeviceOperator, int] = {}
-    for operator in body.operators:
-        needed = set(operator.reads)
-        pending[operator] = len(needed)
-        for var in needed:
-            readers.setdefault(var, []).append(operator)
-    for waiting in readers.values():
-        waiting.sort(key=lambda o: _when_rewritten(o, body))
-    made = {v for o in body.operators for v in o.writes}
-    outside = [v for o in body.operators for v in o.reads if v not in made]
+    pending = {o: len(set(o.reads)) for o in body.operators}
+    outside = [v for v in body.readers if v not in body.makers]
     queue = deque(o for o in body.operators if not pending[o])
     order: list[DeviceOperator] = []
     ready: deque[Any] = deque(dict.fromkeys([*body.inputs, *outside]))
     while ready or queue:
         if ready:
-            for operator in readers.get(ready.popleft(), ()):
+            waiting = body.readers.get(ready.popleft(), ())
+            for operator in sorted(waiting, key=lambda o: _when_rewritten(o, body)):
                 pending[operator] -= 1
                 if not pending[operator]:
                     queue.append(operator)
@@ -291,19 +286,14 @@ def _kept_aside(body: Body, given: Places) -> list[Any]:
     An operator may read them after their buffer is overwritten: one on which the overwriting
     operator does not depend.
     """
-    makers = {v: o for o in body.operators for v in o.writes}
-    readers: dict[Any, list[DeviceOperator]] = {}
-    for operator in body.operators:
-        for var in operator.reads:
-            readers.setdefault(var, []).append(operator)
     found = []
     for number, argument in given:
         result = body.outputs[number]
-        maker = None if isinstance(result, Literal) else makers.get(body.stands_for(result))
+        maker = None if isinstance(result, Literal) else body.makers.get(body.stands_for(result))
         if maker is None:
             continue
-        before = _ancestors(maker, makers)
-        if any(o not in before for o in readers.get(argument, ())):
+        before = _ancestors(maker, body.makers)
+        if any(o not in before for o in body.readers.get(argument, ())):
             found.append(argument)
     return found
 
