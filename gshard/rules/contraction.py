@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives
@@ -248,28 +248,6 @@ def ragged_factors(eqn: JaxprEqn, rows: str | None = None) -> Factors:
     out = [None] * (rank - len(out)) + out  # one result per group, in front
     contracted = {n: "sum" for n in lhs if n and n[0] == "k"}
     return Factors.of(eqn, [lhs, rhs, groups], [out], contracted, ordered=())
-
-
-def is_ragged(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a `ragged_dot` with rows in the leading dim."""
-    if eqn.primitive is not ragged_dot_general_p or any(isinstance(a, Literal) for a in eqn.invars):
-        return False
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    plain = not any(numbers.dot_dimension_numbers[1]) and len(eqn.invars[2].aval.shape) == 1
-    return plain and tuple(numbers.lhs_ragged_dimensions) == (0,)
-
-
-def multiplies_rows(eqn: JaxprEqn) -> bool:
-    """Whether it multiplies each row with its group's matrix."""
-    return is_ragged(eqn) and bool(eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
-
-
-def sums_rows(eqn: JaxprEqn) -> bool:
-    """Whether it sums, for each group, the products of its rows."""
-    if not is_ragged(eqn) or multiplies_rows(eqn):
-        return False
-    contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
-    return tuple(map(tuple, contracted)) == ((0,), (0,))
 
 
 def sized_dims(eqn: JaxprEqn) -> list[int]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
@@ -93,29 +93,6 @@ def roles_of(eqn: JaxprEqn) -> Roles:
 def without(kinds: str, names: Sequence[str | None]) -> list[str | None]:
     """The names without those of some roles: dims that must be unsplit."""
     return [n if n and n[0] not in kinds else None for n in names]
-
-
-def takes_rows(eqn: JaxprEqn) -> dict[str, Any] | None:
-    """How a gather takes entire rows of the leading dim, one for each index; else None."""
-    if eqn.primitive is not p.gather_p or not _of_rows(eqn):
-        return None
-    fills = eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP
-    return {"fill": eqn.params["fill_value"] if fills else None}
-
-
-def puts_rows(eqn: JaxprEqn) -> bool:
-    """Whether a scatter updates entire rows of the leading dim, one for each index."""
-    return not any(isinstance(a, Literal) for a in eqn.invars) and _of_rows(eqn)
-
-
-def _of_rows(eqn: JaxprEqn) -> bool:
-    """Whether a gather or scatter has an entire row of the leading dim for each index."""
-    if len(eqn.invars[1].aval.shape) != 2:
-        return False
-    roles = roles_of(eqn)
-    rows = roles.index_map == (0,) and roles.operand[:1] == ("k0",)
-    inside = all(n[0] == "w" for n in roles.operand[1:])
-    return rows and inside and roles.windows == ("i0", *roles.operand[1:])
 
 
 # ---------------------------------------------------------------- windows on a tile

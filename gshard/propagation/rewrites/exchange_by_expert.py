@@ -26,8 +26,7 @@ from gshard.graph.evaluate import equations_of
 from gshard.graph.source import source_of
 from gshard.rules.base.ragged_rows import ExpertGroups, grouped_dot_p, put_rows_p, take_rows_p
 from gshard.rules.base.rule import RULES, equation_key, factors_of, rowwise
-from gshard.rules.contraction import is_ragged, multiplies_rows, sums_rows
-from gshard.rules.indexing import puts_rows, takes_rows
+from gshard.rules.grouped import is_ragged, multiplies_rows, puts_rows, sums_rows, takes_rows
 from gshard.tensors.annotate import Annotation, annotate_p
 from gshard.tensors.factors import Factor
 from gshard.tensors.sharding import Sharding, Split, compatible
