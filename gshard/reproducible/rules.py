@@ -32,9 +32,9 @@ from gshard.rules.base.ways import FactorSplit, by_factors
 from gshard.rules.contraction import dot_factors, dot_work
 from gshard.rules.scatter import run_scatter, scatter_factors, scatter_ways
 from gshard.tensors.devices import Place
-from gshard.tensors.factors import Factors, Shape
-from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Tile
+from gshard.tensors.factors import Factors, Shapes
+from gshard.tensors.sharding import Sharding, Split, Targets
+from gshard.tensors.tile import Arrays, Tile, Tiles
 
 
 def _leaf_factors(eqn: JaxprEqn) -> Factors:
@@ -45,9 +45,7 @@ def _leaf_factors(eqn: JaxprEqn) -> Factors:
     return replace(factors, reduced={}, replicated=frozenset(factors.reduced), instead=instead)
 
 
-def _leaf_dot(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
+def _leaf_dot(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> Arrays:
     """The product as chains of multiply-adds along the contracted rows, in the order of rows."""
     (left, right), (batch, right_batch) = eqn.params["dimension_numbers"]
     dtype = eqn.params["dtype"]
@@ -74,9 +72,7 @@ def _tree_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [names], [kept], {f"k{axis}": "tree"})
 
 
-def _tree_sum(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
+def _tree_sum(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> Arrays:
     return [neighbours(tiles[0].array, eqn.params["axis"], lax.add)]
 
 
@@ -95,9 +91,7 @@ def _leaf_sum_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [names], [[name for name in names if name]])
 
 
-def _in_one_piece(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
+def _in_one_piece(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> Arrays:
     """The operator itself; padding of batch dims is set to zero, for libraries that may hang.
 
     It is a branch that is always taken, which the compiler cannot know. Fused with operators before
@@ -165,9 +159,7 @@ def tree_ways(
         gather="the summed dim: AllToAll of subtrees, and AllGather unless the result is split",
     ),
 )
-def _run_tree(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _run_tree(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     if isinstance(way.how, FactorSplit):
         return way.how.run(ctx, eqn, _tree_sum, tiles, targets)
     why, axis = Reason("operand", eqn.primitive.name), eqn.params["axis"]

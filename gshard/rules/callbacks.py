@@ -44,8 +44,8 @@ from gshard.rules.base.ways import replicated_way
 from gshard.tensors.factors import no_factors
 from gshard.tensors.manual import MANUAL
 from gshard.tensors.meshes import ordinary
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, byte_size
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import Tile, Tiles, byte_size
 from gshard.tensors.uneven import UnevenSharding
 
 
@@ -86,9 +86,7 @@ def gathered(ctx: Context, tiles: list[Tile], reason: Reason) -> list[Tile]:
     ]
 
 
-def call_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def call_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """On replicated operands; results of side effects are summed by all devices."""
     for way in replicated_way(eqn, shardings, targets, limit):
         sizes = [byte_size(v.aval.shape, v.aval.dtype) for v in eqn.outvars if eqn.effects]
@@ -97,9 +95,7 @@ def call_ways(
         yield way._replace(sent=timed(sent, len(sizes)))
 
 
-def _call(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _call(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     why = f"{eqn.primitive.name} needs replicated operands"
     if eqn.primitive not in RULES:
         where = "on the first device" if eqn.effects else "replicated on every device"
@@ -114,9 +110,7 @@ def _call(
     ways=lambda eqn, shardings, targets, limit: [Way(tuple(shardings), ())],
     doc=Doc(free="every dim"),
 )
-def _inspect(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _inspect(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     """`jax.debug.inspect_array_sharding`: says the plan's sharding when the program is compiled."""
     (tile,) = tiles
     made = ordinary if tile.sharding.is_even(tile.shape) else UnevenSharding
@@ -132,9 +126,7 @@ def refuse(why: str, *primitives: Primitive) -> None:
     """Reject operators without a meaning in a partitioned program."""
 
     @region(*primitives, doc=Doc(refused=why))
-    def refused(
-        ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
+    def refused(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
         raise NotImplementedError(
             f"{source_of(eqn)}: gshard cannot partition {eqn.primitive.name!r}: {why}"
         )

@@ -32,8 +32,8 @@ from gshard.rules.base.ways import FactorSplit, by_factors
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, shard_dims, shard_result
-from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Tile, byte_size
+from gshard.tensors.sharding import Sharding, Shardings, Split, Targets
+from gshard.tensors.tile import Tile, Tiles, byte_size
 
 Pairs = list[tuple[int, int]]  # a source and a destination for each tile; none if it stays
 Passed = tuple[jax.Array, Pairs]
@@ -70,9 +70,7 @@ class _RingProduct:
     split: Split
 
 
-def dot_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def dot_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """The splits of the factors; in a loop where one gathers more than memory allows."""
     for way in by_factors(eqn, dot_factors(eqn), shardings, targets, work=dot_work):
         loops = (_too_large(eqn, way.how, n, here, limit) for n, here in enumerate(shardings))
@@ -111,9 +109,7 @@ def _too_large(
         "disagree: AllToAll or AllGather of the smaller",
     ),
 )
-def _dot(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _dot(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     if isinstance(way.how, _RingProduct):
         return [_in_a_loop(ctx, eqn, way, tiles, targets[0])]
     return way.how.run(ctx, eqn, bind_local, tiles, targets)

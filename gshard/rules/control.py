@@ -21,12 +21,12 @@ from gshard.graph.regions import Loop
 from gshard.rules.base.rule import Context, Doc, Rule, region, register
 from gshard.rules.base.unreduced import moved_to
 from gshard.tensors.factors import no_factors
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, byte_size
+from gshard.tensors.sharding import Sharding, Targets
+from gshard.tensors.tile import Tile, Tiles, byte_size
 
 
 @region(p.scan_p, doc=Doc(free="as its body", gather="the dim it runs over: AllGather"))
-def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def _scan(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
     params, scan, reason = eqn.params, Loop.of(eqn), Reason("operand", "scan")
     assert scan is not None
     (closed,), n_carry, first_xs = scan.bodies, scan.carry, scan.consts + scan.carry
@@ -92,7 +92,7 @@ def _stacked(sharding: Sharding) -> Sharding:
 
 
 @region(p.while_p, doc=Doc(free="as its body"))
-def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def _while(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
     params = eqn.params
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
@@ -135,7 +135,7 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
 
 
 @region(p.cond_p, doc=Doc(free="as its branches"))
-def _cond(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def _cond(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
     index, *operands = tiles
     arguments = [t.array for t in operands]
 

@@ -34,8 +34,8 @@ from gshard.tensors.manual import (
     row_of_device_p,
 )
 from gshard.tensors.meshes import entries_of
-from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Tile
+from gshard.tensors.sharding import Sharding, Shardings, Split, Targets
+from gshard.tensors.tile import Tile, Tiles
 
 Axes = dict[Factor, Split]  # the mesh: an axis for every factor that is split
 
@@ -55,9 +55,7 @@ def custom_factors(eqn: JaxprEqn) -> Factors:
     return parse_factors(eqn, rule, dict.fromkeys(rule.reduction_factors, "sum"))
 
 
-def custom_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def custom_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """Every split of the factors that callbacks handle; they combine partial results themselves."""
     for way in by_factors(eqn, custom_factors(eqn), shardings, targets):
         factors, count = way.how.factors, targets[0].num_devices
@@ -72,9 +70,7 @@ def custom_ways(
     ways=custom_ways,
     doc=Doc(free="as its sharding rule says"),
 )
-def _custom(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _custom(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     factors, axes = way.how
     reason = Reason("operand", eqn.primitive.name)
     if not axes:

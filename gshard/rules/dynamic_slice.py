@@ -35,8 +35,8 @@ from gshard.rules.row_map import row_map_rule
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
-from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Tile, row_bytes, rows_within
+from gshard.tensors.sharding import Sharding, Shardings, Split, Targets
+from gshard.tensors.tile import Tile, Tiles, row_bytes, rows_within
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,7 @@ def update_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, operands, [names], resized=resized)
 
 
-def update_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def update_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """Under the sharding of the operand or of the result; the update replicated, or rotated.
 
     `Way.how` is the dim along which the tiles of an update move, if any.
@@ -205,8 +203,8 @@ def _rotation_bytes(eqn: JaxprEqn, update: Sharding, dim: int) -> int:
 )
 @on_moved
 def _dynamic_update_slice(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets
+) -> Tiles:
     (tile, update, *indices), turned = tiles, way.how
     if 0 in update.shape:
         return [tile]

@@ -9,7 +9,7 @@ split. A tensor without another dim is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,8 +25,8 @@ from gshard.moving.plan import reshard_cost, whole_along
 from gshard.rules.base.rule import Context, Doc, Way, rule
 from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import Factors
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, byte_size
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import Tile, Tiles, byte_size
 
 Done = frozenset[int]  # the dims that have been transformed
 Path = tuple[tuple[Done, Sharding], ...]  # the sharding while these dims are transformed
@@ -107,9 +107,7 @@ def _in_rows(x: jax.Array, kind: lax.FftType, lengths: tuple[int, ...]) -> jax.A
     return with_layout_constraint(lax.fft(x, kind, lengths), rows)
 
 
-def fft_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def fft_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """Dims in any order that is possible; `Way.how` is the sharding under which each is done."""
     transform, paths = _Transform(eqn), dict[Path, None]()
     for way in by_factors(eqn, fft_dims(eqn), shardings, targets):
@@ -132,9 +130,7 @@ def fft_ways(
         "none",
     ),
 )
-def _fft(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _fft(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     (tile,), transform = tiles, _Transform(eqn)
     done: Done = frozenset()
     for dims, here in way.how:

@@ -27,8 +27,8 @@ from gshard.rules.contraction import ragged_dot_general_p
 from gshard.rules.indexing import roles_of
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors
-from gshard.tensors.sharding import Sharding, Split, compatible
-from gshard.tensors.tile import Tile, byte_size
+from gshard.tensors.sharding import Sharding, Shardings, Split, Targets, compatible
+from gshard.tensors.tile import Tile, Tiles, byte_size
 
 _ROUNDS = "repeated for overflow, if the numbers are unbalanced"
 
@@ -48,9 +48,7 @@ def put_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [x, [None], [None, *inside], indices], [x], ordered=())
 
 
-def take_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def take_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """Rows are exchanged, or all of a small tensor is gathered: `Way.how` is whether it is."""
     source, target = eqn.params["source"], eqn.params["target"]
     groups, x, aval, out = source or target, shardings[0], eqn.invars[0].aval, eqn.outvars[0].aval
@@ -80,9 +78,7 @@ def _exchanged(groups: ExpertGroups, count: int, row: Sequence[int], dtype: Any)
     ways=take_ways,
     doc=Doc(free="dims of a row", gather="rows to and from experts: AllToAll by index"),
 )
-def _take(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _take(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     """Rows by index, exchanged between devices."""
     x, shape, dtype = tiles[0], tuple(eqn.outvars[0].aval.shape), tiles[0].array.dtype
     source, target, fill = (eqn.params[k] for k in ("source", "target", "fill"))
@@ -123,9 +119,7 @@ def _taken_here(
     return into.holding(jnp.where(found, table.array[wanted[mine]], into.array))
 
 
-def put_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def put_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """Rows are exchanged, or summed on each device first (`Way.how`), where those are fewer."""
     source, target = eqn.params["source"], eqn.params["target"]
     groups, out, aval = source or target, eqn.outvars[0].aval, eqn.invars[2].aval
@@ -149,9 +143,7 @@ def put_ways(
     ways=put_ways,
     doc=Doc(free="dims of a row", gather="rows to and from experts: AllToAll by index"),
 )
-def _put(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _put(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     """Rows written to a tensor by index, or added to it."""
     source, target, adds, clip = (eqn.params[k] for k in ("source", "target", "adds", "clip"))
     groups: ExpertGroups = source or target

@@ -25,8 +25,8 @@ from gshard.rules.base.ways import by_factors
 from gshard.rules.contraction import dot_work, ragged_factors, ring_of
 from gshard.rules.grouped import limits_of
 from gshard.tensors.factors import Factors, shard_dims
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import Tile, Tiles
 
 _OVERFLOW = "if a device has more rows than its capacity"
 
@@ -37,7 +37,7 @@ def grouped_factors(eqn: JaxprEqn) -> Factors:
 
 
 def grouped_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+    eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int
 ) -> Iterator[Way]:
     """Every split of the factors with ragged rows, and of the groups as these are."""
     groups, factors, count = eqn.params["groups"], grouped_factors(eqn), targets[0].num_devices
@@ -70,9 +70,7 @@ def _of_groups(eqn: JaxprEqn) -> Sequence[int]:
     ways=grouped_ways,
     doc=Doc(free="rows by group, and all dims of a row that are not contracted"),
 )
-def _grouped_dot(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _grouped_dot(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     """Each device multiplies its rows with its own groups' matrices, or sums its groups' rows."""
     groups: ExpertGroups = eqn.params["groups"]
     factors, (result,) = grouped_factors(eqn), way.results

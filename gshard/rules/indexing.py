@@ -28,8 +28,8 @@ from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Assignment, Factors
 from gshard.tensors.keys import is_key_type
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import HeldRows, Tile, byte_size
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import HeldRows, Tile, Tiles, byte_size
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,7 @@ def gather_factors(eqn: JaxprEqn) -> Factors:
     return replace(Factors.of(eqn, [operand, roles.indices], [windows]), reduced=summed)
 
 
-def gather_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def gather_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """By factors, where the table is not too large.
 
     A table is split because it is large: it may be resharded, but is not gathered if that would
@@ -233,9 +231,7 @@ def _gather_local(
     ),
 )
 @on_moved
-def _gather(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _gather(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     """Look up this device's rows; if they are split, a sum combines what the devices found."""
     shape, dtype = tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
     if 0 in shape and not is_key_type(dtype):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,9 +18,9 @@ from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.rule import Context, Doc, Way, linear_in, linear_in_all, rule
 from gshard.rules.base.ways import by_factors
-from gshard.tensors.factors import Factors, Shape, made_dims
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, byte_size
+from gshard.tensors.factors import Factors, Shape, Shapes, made_dims
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import Arrays, Tile, Tiles, byte_size
 
 
 @rule(
@@ -161,14 +160,12 @@ def _match(
             at[s] += left[s] == 1
 
 
-def _reshape_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
+def _reshape_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> Arrays:
     return [lax.reshape(tiles[0].array, shapes[0], eqn.params["dimensions"])]
 
 
 def reshape_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+    eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int
 ) -> Iterator[Way]:
     """Every split of the factors; of mixed dims, the elements that change tiles are sent."""
     factors, mixing = _reshape_factors(eqn)
@@ -199,9 +196,7 @@ def reshape_ways(
         gather="later ones of dims that mix: AllGather",
     ),
 )
-def _reshape(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _reshape(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     """A local reshape; where mixed dims are split, elements pass between tiles (Figure 4c)."""
     layout = way.how
     mixed = [m for m in _reshape_factors(eqn)[1] if layout.chosen[m.factor]]
@@ -240,9 +235,7 @@ def _flattened(tile: Tile, first: int, end: int) -> Tile:
     level=0,
     doc=Doc(free="every dim"),
 )
-def _iota(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _iota(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     dtype, dim = eqn.params["dtype"], eqn.params["dimension"]
     shape = tuple(eqn.outvars[0].aval.shape)
     local = lax.broadcasted_iota(dtype, targets[0].local_shape(shape), dim)

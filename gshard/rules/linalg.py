@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard import _jax
 from gshard.rules.base.rule import Context, Doc, Rule, bind_local, linear_in, register
-from gshard.tensors.factors import Factors, Shape
-from gshard.tensors.tile import Tile
+from gshard.tensors.factors import Factors, Shapes
+from gshard.tensors.tile import Arrays, Tiles
 
 
 def batch_dims(eqn: JaxprEqn, core: int) -> Factors:
@@ -60,9 +58,7 @@ def _batch_names(eqn: JaxprEqn, core: int) -> tuple[Names, Names]:
     return [names(a) for a in eqn.invars], [names(v) for v in eqn.outvars]
 
 
-def _without_garbage(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
+def _without_garbage(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> Arrays:
     clean = [t.masked(ctx.place, jnp.zeros((), t.array.dtype)) for t in tiles]
     return bind_local(ctx, eqn, clean, shapes)
 

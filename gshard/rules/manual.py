@@ -28,16 +28,14 @@ from gshard.tensors.manual import (
     to_auto_p,
     to_manual_p,
 )
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.sharding import Sharding, Targets
+from gshard.tensors.tile import Tile, Tiles
 
 # Control flow partitions its bodies, in which manual and automatic values may both occur.
 CROSSING_MANUAL = (to_auto_p, collective_p, over_groups_p, p.scan_p, p.while_p, p.cond_p)
 
 
-def _run_manually(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _run_manually(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
     """An operator inside of a manual region: the primitive itself, on what each device has."""
     if not all(target.manual for target in targets):
         raise ValueError(
@@ -64,9 +62,7 @@ def own(ctx: Context, array: jax.Array) -> Tile:
 
 
 @region(to_manual_p, doc=Doc(free="border of a manual region"))
-def _to_manual(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _to_manual(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
     sharding = eqn.params["annotation"].sharding
     array = ctx.reshard(tiles[0], sharding, Reason("step", "", "entering a manual region")).array
     if eqn.params["copies"] == "first" and sharding.replicas > 1:
@@ -75,7 +71,7 @@ def _to_manual(
 
 
 @region(to_auto_p, doc=Doc(free="border of a manual region"))
-def _to_auto(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def _to_auto(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
     sharding = eqn.params["annotation"].sharding
     array = tiles[0].array
     if eqn.params["copies"] == "all" and sharding.replicas > 1:
@@ -86,9 +82,7 @@ def _to_auto(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
 
 
 @region(collective_p, doc=Doc(gather="as the user says"))
-def _collective(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _collective(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
     kind, dim, groups = (eqn.params[k] for k in ("kind", "dim", "groups"))
     along = {
         "all_reduce": (groups, "sum"),
@@ -100,9 +94,7 @@ def _collective(
 
 
 @region(over_groups_p, doc=Doc(gather="as jax.shard_map says"))
-def _over_groups(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _over_groups(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
     """A collective of `jax.shard_map`."""
     arrays = [t.array for t in _in_region(ctx, eqn, tiles)]
     with because(Reason("asked", "jax.shard_map")):
@@ -125,16 +117,12 @@ def run_over_groups(
 
 
 @region(row_of_device_p, doc=Doc(free="the device's own number"))
-def _row_of_device(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _row_of_device(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
     return [own(ctx, jnp.asarray(ctx.place.lookup(np.array(eqn.params["table"])), jnp.int32))]
 
 
 @region(partition_id_p, doc=Doc(free="the device's own number"))
-def _partition_id(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _partition_id(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
     return [own(ctx, ctx.place.device_id().astype(jnp.int32))]
 
 

@@ -25,8 +25,8 @@ from gshard.rules.base.rule import (
 from gshard.rules.base.unreduced import added
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.factors import Factors, all_dims
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.sharding import Targets
+from gshard.tensors.tile import Tile, Tiles
 
 
 def one_to_one(eqn: JaxprEqn) -> Factors:
@@ -61,9 +61,7 @@ POINTWISE = (
     level=0,
     doc=Doc(free="every dim"),
 )
-def _each_by_itself(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _each_by_itself(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     """Results that are the operands, each with its own sharding."""
     if eqn.primitive is optimization_barrier_p:
         arrays = optimization_barrier_p.bind(*(t.array for t in tiles))

@@ -41,9 +41,9 @@ from gshard.rules.base.rule import Context, Doc, Rule, Way, bind_local, on_moved
 from gshard.rules.base.ways import by_factors, replicated_way
 from gshard.rules.callbacks import run_replicated
 from gshard.rules.layout import bitcast_factors
-from gshard.tensors.factors import Factors, Shape, all_dims, made_dims, no_factors
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, byte_size
+from gshard.tensors.factors import Factors, Shape, Shapes, all_dims, made_dims, no_factors
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import Arrays, Tile, Tiles, byte_size
 
 Draw = Callable[[jax.Array], jax.Array]  # what a generator makes of one key's integers
 
@@ -81,9 +81,7 @@ def _mixes(eqn: JaxprEqn) -> bool:
     return bool(keys.shape) and _uses(_traced(draw_of(eqn, (2,)), len(keys.shape), data), _MIXES)
 
 
-def drawn_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def drawn_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """The result as it is wanted, and other operands like it; keys that mix are replicated."""
     (target,), rank = targets, len(eqn.invars[0].aval.shape)
     mixes = Sharding.replicated(rank, target.num_devices) if _mixes(eqn) else None
@@ -96,9 +94,7 @@ _OWN = Doc(free="every dim: a device makes its own part")
 
 @rule(p.random_bits_p, p.random_split_p, factors=drawn_dims, ways=drawn_ways, level=0, doc=_OWN)
 @on_moved
-def _random_draw(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _random_draw(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     draw = _draw if eqn.primitive is p.random_bits_p else _split_keys
     return [draw(ctx, eqn, tuple(eqn.params["shape"]), tiles[0], targets[0])]
 
@@ -120,9 +116,7 @@ def fold_ways(
 
 
 @rule(p.random_fold_in_p, factors=all_dims, ways=fold_ways, level=0, doc=Doc(free="every dim"))
-def _fold_in(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _fold_in(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     if way.how:
         return way.how.run(ctx, eqn, bind_local, tiles, targets)
     return run_replicated(ctx, eqn, tiles, Reason("step", "unsafe_rbg", "keys mix"))
@@ -225,9 +219,7 @@ def _times(rows: jax.Array, stride: int, size: int) -> tuple[jax.Array, jax.Arra
 
 @rule(p.random_gamma_p, factors=gamma_dims, ways=drawn_ways, level=0, doc=_OWN)
 @on_moved
-def _random_gamma(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _random_gamma(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     """A key of its own for every element, as JAX has it; then each element draws until accepted."""
     (keys, alpha), (target,) = tiles, targets
     alpha = alpha.masked(ctx.place, 1)
@@ -242,16 +234,14 @@ def _random_gamma(
     return [Tile(samples.reshape(alpha.array.shape), target, alpha.shape)]
 
 
-def _bit_generator_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
+def _bit_generator_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> Arrays:
     why = "draws all elements at once, each device does"
     with because(Reason("step", "rng_bit_generator", why)):
         return eqn.primitive.bind(tiles[0].array, **eqn.params)
 
 
 def uniform_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+    eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int
 ) -> Iterator[Way]:
     """The result as it is wanted, summed over copies of a tile."""
     (target,), aval, sent = targets, eqn.outvars[0].aval, 0.0
@@ -269,9 +259,7 @@ def uniform_ways(
     doc=Doc(free="every dim", gather="copies of a tile: AllReduce"),
 )
 @on_moved
-def _rng_uniform(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _rng_uniform(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     """XLA's stateful generator: devices draw different numbers, so copies take the first's."""
     (target,), shape = targets, tuple(eqn.params["shape"])
     array = eqn.primitive.bind(*(t.array for t in tiles), shape=target.local_shape(shape))
@@ -289,9 +277,7 @@ def _rng_uniform(
     level=0,
     doc=Doc(free="every dim"),
 )
-def _count(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _count(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     """`iota_2x32_shape`, as where a generator written by hand counts for itself."""
     shape = tuple(eqn.params["shape"])
     return [

@@ -39,11 +39,9 @@ from gshard.rules.base.rule import (
     rule,
 )
 from gshard.rules.base.ways import by_factors
-from gshard.tensors.factors import Factors, Shape, all_dims
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, itemsize_of, row_bytes
-
-Arrays = Sequence[jax.Array]
+from gshard.tensors.factors import Factors, Shapes, all_dims
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import Arrays, Tile, Tiles, itemsize_of, row_bytes
 
 
 def reduce_factors(eqn: JaxprEqn, kind: str) -> Factors:
@@ -57,9 +55,7 @@ def reduce_factors(eqn: JaxprEqn, kind: str) -> Factors:
     return Factors.of(eqn, operands, [kept] * len(eqn.outvars), reduced, ordered=())
 
 
-def _reduce_tiles(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
+def _reduce_tiles(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> Arrays:
     """The reduction without the dims of which a tile has one row.
 
     A split leaves such dims behind (one group of tokens per device, one expert), and with one of
@@ -94,9 +90,7 @@ _AS_MAXIMUM = functools.partial(reduce_factors, kind="max")
 Combined = Callable[[Context, JaxprEqn, list[Tile], collectives.Members], Arrays]
 
 
-def reduce_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def reduce_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """Every split of the dims; `Way.how` is the result while parts of it are to be combined."""
     for way in by_factors(eqn, _AS_MAXIMUM(eqn), shardings, targets):
         partial, sent = way.results[0], 0.0
@@ -132,9 +126,7 @@ def _by_devices(combined: Combined) -> RunWay:
 
     @on_moved
     @functools.wraps(combined)
-    def run(
-        ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
+    def run(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
         partial, here = way.how, way.results[0]
         if not partial.unreduced:
             arrays = bind_local(ctx, eqn, tiles, [])
@@ -263,7 +255,7 @@ def cumulative_dims(eqn: JaxprEqn) -> Factors:
 
 
 def cumulative_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+    eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int
 ) -> Iterator[Way]:
     """Every split of the dims; along its own dim, the totals of all tiles are gathered."""
     dim, aval = eqn.params["axis"], eqn.invars[0].aval
@@ -283,9 +275,7 @@ def cumulative_ways(
     doc=Doc(free="other dims", gather="the dim it runs along: AllGather of one row per tile"),
 )
 @on_moved
-def _cumulative(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _cumulative(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     (tile,), (kind, combine) = tiles, _COMBINE[eqn.primitive]
     dim, reverse, here = eqn.params["axis"], eqn.params["reverse"], tile.sharding
     split = here.splits[dim]

@@ -27,8 +27,8 @@ from gshard.rules.contraction import Pairs, Ring, ring_of
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
-from gshard.tensors.sharding import Sharding, Split, compatible
-from gshard.tensors.tile import Tile, byte_size
+from gshard.tensors.sharding import Sharding, Shardings, Split, Targets, compatible
+from gshard.tensors.tile import Tile, Tiles, byte_size
 
 Chosen = dict[str, Split]
 
@@ -77,9 +77,7 @@ def _chosen(eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Shar
     return chosen
 
 
-def ring_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def ring_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """Around the ring, where keys are sent to all devices but one, and sums over queries to all."""
     ring, chosen = eqn.params["ring"], _chosen(eqn, shardings, targets)
 
@@ -359,7 +357,5 @@ def _along(
     ways=ring_ways,
     doc=Doc(free="batch dims, heads", gather="keys: a ring of CollectivePermutes"),
 )
-def _ring_pass(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _ring_pass(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     return _Round(ctx, eqn, way, tiles).run()

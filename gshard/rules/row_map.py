@@ -28,8 +28,8 @@ from gshard.rules.base.unreduced import made_alike
 from gshard.rules.base.ways import least, price
 from gshard.rules.painting import Painting, RowMap
 from gshard.tensors.factors import Factors
-from gshard.tensors.sharding import Sharding, compatible
-from gshard.tensors.tile import Tile, byte_size, row_bytes
+from gshard.tensors.sharding import Sharding, Targets, compatible
+from gshard.tensors.tile import Tile, Tiles, byte_size, row_bytes
 
 RowMapOf = Callable[[JaxprEqn], RowMap]
 
@@ -202,9 +202,7 @@ def _totals(
 def row_map_rule(of: RowMapOf = RowMap, **rest: Any) -> Rule:
     """The rule of operators that are row maps."""
 
-    def run(
-        ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
+    def run(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
         shape = tuple(eqn.outvars[0].aval.shape)
         if 0 in shape:
             empty = jnp.zeros(targets[0].local_shape(shape), eqn.outvars[0].aval.dtype)

@@ -7,7 +7,7 @@ sends less. An embedding's gradient is both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -28,8 +28,8 @@ from gshard.rules.indexing import IndexedWindows, roles_of, without
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
 from gshard.tensors.keys import is_key_type
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import Tile, Tiles
 
 _KINDS = {
     p.scatter_add_p: "sum",
@@ -60,7 +60,7 @@ def scatter_factors(eqn: JaxprEqn) -> Factors:
 
 
 def scatter_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+    eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int
 ) -> Iterator[Way]:
     """By factors; partial results do not need the operand until they are combined."""
     for way in by_factors(eqn, scatter_factors(eqn), shardings, targets):
@@ -68,9 +68,7 @@ def scatter_ways(
         yield way._replace(operands=partial) if way.kind else way
 
 
-def run_scatter(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def run_scatter(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     """Apply the updates that hit this device's rows, to the operand or to identities."""
     roles, (target,) = roles_of(eqn), targets
     name, shape = eqn.primitive.name, tiles[0].shape

@@ -30,8 +30,8 @@ from gshard.rules.base.rule import Context, Doc, Way, on_moved, rule
 from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors, all_dims
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, itemsize_of
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import Tile, Tiles, itemsize_of
 
 
 def sort_dims(eqn: JaxprEqn) -> Factors:
@@ -39,9 +39,7 @@ def sort_dims(eqn: JaxprEqn) -> Factors:
     return replace(all_dims(eqn), ordered=frozenset({f"d{eqn.params['dimension']}"}))
 
 
-def sort_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def sort_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """Sorts along an unsplit dim, and columnsorts: `Way.how` is the length of their columns."""
     dim, shape, factors = eqn.params["dimension"], eqn.invars[0].aval.shape, sort_dims(eqn)
     for way in by_factors(eqn, factors.unsplit([f"d{dim}"]), shardings, targets):
@@ -68,9 +66,7 @@ def sort_ways(
         "(3 times the tile), or AllGather, whichever is cheapest",
     ),
 )
-def _sort(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _sort(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     (here, *_), rows = way.operands, way.how
     if rows is not None:
         return _sort_columns(ctx, eqn, tiles, here, rows)
@@ -183,9 +179,7 @@ def _searched(eqn: JaxprEqn) -> int:
     return eqn.params.get("axis", eqn.params.get("reduction_dimension", rank - 1)) % rank
 
 
-def top_k_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def top_k_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """The searched dim unsplit, or the best k of each tile of it sent to all devices."""
     k, dim, aval = eqn.params["k"], _searched(eqn), eqn.invars[0].aval
     for way in by_factors(eqn, top_k_dims(eqn), shardings, targets):
@@ -217,9 +211,7 @@ def top_k_ways(
     ),
 )
 @on_moved
-def _top_k(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _top_k(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     """The best k of each tile are candidates for the best k of all.
 
     Candidates are in the order of their tiles, so equal ones are still in the order of their

@@ -37,8 +37,8 @@ from gshard.rules.base.ways import by_factors
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
 from gshard.tensors.keys import is_key_type
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, itemsize_of
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import Tile, Tiles, itemsize_of
 from gshard.tensors.uneven import stack, unstack
 
 
@@ -145,9 +145,7 @@ def _on_all(here: Sharding, shape: Sequence[int]) -> Sharding:
     return here.replace(dim, split.times(spare) if split else spare)
 
 
-def stack_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def stack_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """By factors, with all rows on every device; or dealt out."""
     yield from by_factors(eqn, stack_factors(eqn), shardings, targets)
     stacking = eqn.primitive is stack_p
@@ -159,9 +157,7 @@ def stack_ways(
         yield Way(operands, results, deal, sent=sent)
 
 
-def _run(
-    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def _run(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
     deal, name, axis = way.how, eqn.primitive.name, eqn.params["axis"]
     if not isinstance(deal, Deal):
         return way.how.run(ctx, eqn, bind_local, tiles, targets)

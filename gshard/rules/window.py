@@ -38,7 +38,7 @@ from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.rule import Context, Doc, Rule, Way, register
 from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import Dim, Factors, Shape, combining
-from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.sharding import Sharding, Shardings, Split, Targets
 from gshard.tensors.tile import Tile, row_bytes, rows_within
 
 NOTHING = 2**30  # as the first row that a device needs: it needs none
@@ -179,9 +179,7 @@ def conv_reaches(
         yield i, reach_of(split.tiles, *items, *where), split
 
 
-def conv_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def conv_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """Spatial splits stay: they cost halos, and partial sums where the window is split too."""
     rhs_spec = eqn.params["dimension_numbers"][1]
     split_windows = [i for i, r in enumerate(rhs_spec[2:]) if shardings[1].splits[r]]

@@ -35,14 +35,13 @@ from gshard.rules.window import (
     own_results,
     reach_of,
 )
-from gshard.tensors.factors import Factors, Shape
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.factors import Factors, Shape, Shapes
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import Arrays, Tile, Tiles
 
 _KINDS = {p.reduce_window_sum_p: "sum", p.reduce_window_max_p: "max", p.reduce_window_min_p: "min"}
 _REDUCES = (*_KINDS, p.reduce_window_p, p.select_and_gather_add_p)
 _REDUCE = {"sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min}
-Arrays = Sequence[jax.Array]
 
 
 def window_factors(eqn: JaxprEqn) -> Factors:
@@ -69,9 +68,7 @@ def _in_parts(eqn: JaxprEqn) -> list[int]:
     return [d for d, (w, base, n) in enumerate(sizes) if base == 1 and w >= WIDE_WINDOW * n > 0]
 
 
-def window_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterator[Way]:
+def window_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """Splits are kept, at the cost of halos."""
     factors = window_factors(eqn)
     for way in by_factors(eqn, factors, shardings, targets, kept=list(factors.sizes)):
@@ -95,9 +92,7 @@ def _sent(eqn: JaxprEqn, here: Sharding, local: Shape) -> float:
 # ---------------------------------------------------------------- reduce_window
 
 
-def reduce_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
+def reduce_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> Arrays:
     """The windows of a device's own results, over tiles with halos.
 
     A computation without an identity gets a flag for rows that exist.
@@ -213,9 +208,7 @@ def _without(params: Mapping[str, Any], dim: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- select_and_scatter
 
 
-def scatter_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
+def scatter_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> Arrays:
     """Every device selects in all windows that touch its rows, and keeps what falls on them.
 
     Windows at the border are selected in twice, by both neighbours: no partial results arise, and

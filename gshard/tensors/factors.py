@@ -23,6 +23,7 @@ from gshard.tensors.sharding import Sharding, Split, compatible
 Factor = str
 Dim = tuple[Factor, ...]  # the factors of one dim, major to minor; () is a dim that cannot be split
 Shape = tuple[int, ...]
+Shapes = list[Shape]
 Assignment = Mapping[Factor, Split | None]  # a split, or none, of every factor
 
 

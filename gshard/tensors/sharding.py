@@ -301,6 +301,8 @@ class Sharding:
     __repr__ = __str__
 
 
+Shardings = Sequence[Sharding]  # of operands
+Targets = Sequence[Sharding]  # that results are wanted under
 _shardings: dict[Any, Sharding] = {}
 
 

@@ -130,6 +130,9 @@ class Tile:
         return Tile(array, self.sharding, self.shape)
 
 
+Tiles, Arrays = list[Tile], Sequence[jax.Array]
+
+
 def rows_within(
     shape: Sequence[int], dim: int, first: jax.Array | int, low: Any, high: Any
 ) -> jax.Array:

@@ -182,7 +182,7 @@ class FactorSplit:
         eqn: JaxprEqn,
         local: LocalOp,
         tiles: list[Tile],
-        targets: list[Sharding],
+        targets: Sequence[Sharding],
     ) -> list[Tile]:
         """The results of `eqn` under this split, as `local` computes them."""
         if self.in_place and all(t.is_standard for t in tiles):  # as most operators are
