@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import jax
@@ -33,7 +33,7 @@ from gshard.rules.contraction import dot_factors, dot_work
 from gshard.rules.scatter import run_scatter, scatter_factors, scatter_ways
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors, Shapes
-from gshard.tensors.sharding import Sharding, Split, Targets
+from gshard.tensors.sharding import Sharding, Shardings, Split, Targets
 from gshard.tensors.tile import Arrays, Tile, Tiles
 
 
@@ -125,9 +125,7 @@ def _batch_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, operands, results)
 
 
-def tree_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterable[Way]:
+def tree_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterable[Way]:
     """Each device has an equal subtree; else they exchange nodes for parts of another dim.
 
     `Way.how` is then the sharding under which a device completes its part of the tree.

@@ -12,7 +12,7 @@ arrays, and slow for large ones: `gshard.register_rule` registers a rule, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -45,11 +45,11 @@ from gshard.tensors.factors import no_factors
 from gshard.tensors.manual import MANUAL
 from gshard.tensors.meshes import ordinary
 from gshard.tensors.sharding import Sharding, Shardings, Targets
-from gshard.tensors.tile import Tile, Tiles, byte_size
+from gshard.tensors.tile import Arrays, Tile, Tiles, byte_size
 from gshard.tensors.uneven import UnevenSharding
 
 
-def run_replicated(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: Reason) -> list[Tile]:
+def run_replicated(ctx: Context, eqn: JaxprEqn, tiles: Tiles, reason: Reason) -> Tiles:
     """On replicated operands: a pure function runs on every device, and each keeps its part.
 
     Of side effects the first device takes care, and a sum gives the others the results.
@@ -65,7 +65,7 @@ def run_replicated(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: Reaso
     ]
 
 
-def _run_once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile]) -> Sequence[jax.Array]:
+def _run_once(ctx: Context, eqn: JaxprEqn, tiles: Tiles) -> Arrays:
     def call(*arrays: jax.Array) -> list[jax.Array]:
         return list(bind(eqn, arrays))
 
@@ -78,7 +78,7 @@ def _run_once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile]) -> Sequence[jax.Ar
     return [collectives.merge_disjoint(ctx.place, a, everyone, why) for a in called]
 
 
-def gathered(ctx: Context, tiles: list[Tile], reason: Reason) -> list[Tile]:
+def gathered(ctx: Context, tiles: Tiles, reason: Reason) -> Tiles:
     """All operands replicated."""
     return [
         ctx.reshard(t, Sharding.replicated(t.sharding.rank, ctx.place.num_devices), reason)

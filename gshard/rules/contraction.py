@@ -33,7 +33,7 @@ from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, shard_dims, shard_result
 from gshard.tensors.sharding import Sharding, Shardings, Split, Targets
-from gshard.tensors.tile import Tile, Tiles, byte_size
+from gshard.tensors.tile import Arrays, Tile, Tiles, byte_size
 
 Pairs = list[tuple[int, int]]  # a source and a destination for each tile; none if it stays
 Passed = tuple[jax.Array, Pairs]
@@ -115,7 +115,7 @@ def _dot(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) 
     return way.how.run(ctx, eqn, bind_local, tiles, targets)
 
 
-def _in_a_loop(ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], target: Sharding) -> Tile:
+def _in_a_loop(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, target: Sharding) -> Tile:
     """Cannon's algorithm: one operand's tiles pass around all devices, multiplied on each.
 
     No device ever holds the entire operand. The loop runs once per tile and sends all but one.
@@ -193,7 +193,7 @@ class Ring:
         passing, last = lax.fori_loop(0, tiles - 1, body, (list(values), list(first)))
         return self._passed(step((own + tiles - 1) % tiles, passing, last), back)
 
-    def _passed(self, arrays: Sequence[jax.Array], pairs: Sequence[Pairs]) -> list[jax.Array]:
+    def _passed(self, arrays: Arrays, pairs: Sequence[Pairs]) -> list[jax.Array]:
         return [
             collectives.collective_permute(self.place, array, way, self.reason) if way else array
             for array, way in zip(arrays, pairs, strict=True)

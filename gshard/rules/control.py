@@ -7,7 +7,7 @@ are resharded at the loop's border.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from gshard.rules.base.rule import Context, Doc, Rule, region, register
 from gshard.rules.base.unreduced import moved_to
 from gshard.tensors.factors import no_factors
 from gshard.tensors.sharding import Sharding, Targets
-from gshard.tensors.tile import Tile, Tiles, byte_size
+from gshard.tensors.tile import Arrays, Tile, Tiles, byte_size
 
 
 @region(p.scan_p, doc=Doc(free="as its body", gather="the dim it runs over: AllGather"))
@@ -39,11 +39,9 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
     found = ctx.carried(scan)
     for i, here in found.forms.items():
         carry[i] = replace(moved_to(ctx, carry[i], here, reason), origin=found.origins[i])
-    made: list[Tile] = []
+    made: Tiles = []
 
-    def step(
-        carried: Sequence[jax.Array], slices: Sequence[jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    def step(carried: Arrays, slices: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
         inner = ctx.inner()
         entering = [t.holding(a) for a, t in zip(carried, carry, strict=True)]
         rows = [
@@ -108,10 +106,10 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles
         ready[n_cond + n_body :],
     )
 
-    def carried(arrays: Sequence[jax.Array]) -> list[Tile]:
+    def carried(arrays: Arrays) -> Tiles:
         return [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, carry, strict=True)]
 
-    def go_on(arrays: Sequence[jax.Array]) -> jax.Array:
+    def go_on(arrays: Arrays) -> jax.Array:
         inner = ctx.inner()
         inputs = [
             inner.reshard(t, ctx.sharding(v), Reason("condition", "while"))
@@ -123,7 +121,7 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles
             again, Sharding.replicated(0, again.sharding.num_devices), reason
         ).array
 
-    def step(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def step(arrays: Arrays) -> list[jax.Array]:
         inner = ctx.inner()
         results = inner.run_body(body, [*body_consts, *carried(arrays)])
         return [

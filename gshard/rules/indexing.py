@@ -29,7 +29,7 @@ from gshard.tensors import padding
 from gshard.tensors.factors import Assignment, Factors
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding, Shardings, Targets
-from gshard.tensors.tile import HeldRows, Tile, Tiles, byte_size
+from gshard.tensors.tile import Arrays, HeldRows, Tile, Tiles, byte_size
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,7 @@ def _on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | 
     return None if any(splits[d] for d in looked_up) else in_place(ctx, eqn, tiles)
 
 
-def _gather_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: Sequence[Any]
-) -> Sequence[jax.Array]:
+def _gather_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Sequence[Any]) -> Arrays:
     """From tables with all rows; windows are as long as the tile where they are as their dim."""
     indices, windows = tiles[1], IndexedWindows(ctx, roles_of(eqn), {}, *tiles)
     in_order = eqn.params["indices_are_sorted"] and not indices.padded_dims()

@@ -29,7 +29,7 @@ from gshard.tensors.manual import (
     to_manual_p,
 )
 from gshard.tensors.sharding import Sharding, Targets
-from gshard.tensors.tile import Tile, Tiles
+from gshard.tensors.tile import Arrays, Tile, Tiles
 
 # Control flow partitions its bodies, in which manual and automatic values may both occur.
 CROSSING_MANUAL = (to_auto_p, collective_p, over_groups_p, p.scan_p, p.while_p, p.cond_p)
@@ -46,7 +46,7 @@ def _run_manually(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -
     return [own(ctx, a) for a in bind_local(ctx, eqn, _in_region(ctx, eqn, tiles), [])]
 
 
-def _in_region(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> list[Tile]:
+def _in_region(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tiles:
     """Operands inside a manual region; those from outside are replicated."""
     reason = Reason("operand", f"{eqn.primitive.name} in a manual region")
     return [ctx.reshard(t, _manual(ctx, len(t.shape)), reason) for t in tiles]
@@ -102,8 +102,8 @@ def _over_groups(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) ->
 
 
 def run_over_groups(
-    place: Place, arrays: Sequence[jax.Array], primitive: Primitive, settings: Any, groups: Groups
-) -> Sequence[jax.Array]:
+    place: Place, arrays: Arrays, primitive: Primitive, settings: Any, groups: Groups
+) -> Arrays:
     """A collective that named axes: the primitive itself, over groups of devices or their pairs."""
     params, groups = dict(settings), place.in_all_blocks(groups)
     if primitive is p.ppermute_p:

@@ -18,7 +18,7 @@ from gshard._jax import private_primitives
 from gshard.graph.regions import walk
 from gshard.rules.base.rule import Context, Doc, Rule, register
 from gshard.tensors.factors import Dim, Factors, Shape
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tiles
 
 
 def grid_dims(eqn: JaxprEqn) -> Factors:
@@ -99,7 +99,7 @@ def _program_ids(jaxpr: Jaxpr) -> set[int]:
     return {eqn.params["axis"] for eqn in inside if eqn.primitive.name in asking}
 
 
-def _local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]) -> list[Any]:
+def _local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -> list[Any]:
     """The kernel on a device's own blocks: a smaller grid over smaller arrays."""
     mapping, factors = eqn.params["grid_mapping"], grid_dims(eqn)
     locals_ = [*(t.array.shape for t in tiles), *shapes]

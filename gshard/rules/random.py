@@ -106,9 +106,7 @@ def _split_keys(ctx: Context, eqn: JaxprEqn, shape: Shape, keys: Tile, target: S
     return Tile(wrapped, raw.sharding, raw.shape)
 
 
-def fold_ways(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
-) -> Iterable[Way]:
+def fold_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterable[Way]:
     """Pointwise, except for a generator that folds by drawing from all keys together."""
     if prng_impl(eqn.invars[0].aval.dtype).name == "unsafe_rbg":
         return replicated_way(eqn, shardings, targets, limit)
@@ -163,7 +161,7 @@ def _uses(program: ClosedJaxpr, primitive: Primitive) -> bool:
 
 
 def _counting(
-    program: ClosedJaxpr, args: Sequence[Any], counters: Callable[[Shape], Sequence[jax.Array]]
+    program: ClosedJaxpr, args: Sequence[Any], counters: Callable[[Shape], Arrays]
 ) -> list[Any]:
     """Run a program with `counters` instead of JAX's own."""
 

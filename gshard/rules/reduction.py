@@ -87,7 +87,7 @@ _KINDS = {
 _AS_MAXIMUM = functools.partial(reduce_factors, kind="max")
 
 # The results of an operator on tiles, combined over groups of devices
-Combined = Callable[[Context, JaxprEqn, list[Tile], collectives.Members], Arrays]
+Combined = Callable[[Context, JaxprEqn, Tiles, collectives.Members], Arrays]
 
 
 def reduce_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
@@ -160,9 +160,7 @@ def _from_one(ctx: Context, eqn: JaxprEqn, array: jax.Array, device: int) -> jax
     ),
 )
 @_by_devices
-def _arg_reduce(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], groups: collectives.Members
-) -> Arrays:
+def _arg_reduce(ctx: Context, eqn: JaxprEqn, tiles: Tiles, groups: collectives.Members) -> Arrays:
     """argmax, argmin: reduce values, then the first index of the winner."""
     kind = "max" if eqn.primitive is p.argmax_p else "min"
     (tile,), (dim,), index_dtype = tiles, eqn.params["axes"], eqn.params["index_dtype"]
@@ -197,7 +195,7 @@ def of_existing(compute: Callable[..., Arrays]) -> Callable[[Arrays, Arrays], Ar
 )
 @_by_devices
 def _generic_reduce(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], groups: collectives.Members
+    ctx: Context, eqn: JaxprEqn, tiles: Tiles, groups: collectives.Members
 ) -> Arrays:
     """`reduce` with any computation: without an identity, padding is marked by a flag.
 

@@ -28,7 +28,7 @@ from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, Shardings, Split, Targets, compatible
-from gshard.tensors.tile import Tile, Tiles, byte_size
+from gshard.tensors.tile import Arrays, Tile, Tiles, byte_size
 
 Chosen = dict[str, Split]
 
@@ -62,7 +62,7 @@ class _Block(Place):
         return jnp.asarray(self.outer.lookup(rows))[self.number]
 
 
-def _chosen(eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding]) -> Chosen:
+def _chosen(eqn: JaxprEqn, shardings: Shardings, targets: Targets) -> Chosen:
     """Splits of the dims: of queries and keys as they have to be, of others as they are."""
     ring: RingPass = eqn.params["ring"]
     chosen: Chosen = {ring.queries: ring.split, ring.keys: ring.split}
@@ -111,7 +111,7 @@ def _passed(eqn: JaxprEqn) -> list[bool]:
 class _Round:
     """A ring pass on a device."""
 
-    def __init__(self, ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile]):
+    def __init__(self, ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles):
         self.ctx, self.eqn = ctx, eqn
         self.ring: RingPass = eqn.params["ring"]
         self.body: Jaxpr = eqn.params["body"]
@@ -151,9 +151,7 @@ class _Round:
 
     # ------------------------------------------------------------ one block
 
-    def add_block(
-        self, number: jax.Array, arrays: Sequence[jax.Array], state: list[Any]
-    ) -> list[Any]:
+    def add_block(self, number: jax.Array, arrays: Arrays, state: list[Any]) -> list[Any]:
         """The state after one more block of keys."""
         ring, block_mask = self.ring, self.ring.mask
         place = self.block(self.ctx.place, number)
@@ -208,7 +206,7 @@ class _Round:
                 state[n] = _JOIN[s.kind](state[n], part.astype(state[n].dtype))
         return state
 
-    def add_uniform_block(self, state: list[Any], parts: list[Tile], place: _Block) -> list[Any]:
+    def add_uniform_block(self, state: list[Any], parts: Tiles, place: _Block) -> list[Any]:
         """The state with a block whose logits are all equal: as if it had one key, repeated.
 
         A query without any visible key weighs all values equally.
@@ -295,7 +293,7 @@ class _Round:
         """The devices between which a tensor with a dim of keys is passed on, if it is."""
         return ring_of(sharding, self.ring.names[var].index(self.ring.keys)) if passes else []
 
-    def run(self) -> list[Tile]:
+    def run(self) -> Tiles:
         """All blocks, each passed on while the next arrives."""
         sums, shardings = self.ring.sums, self.results
         operands = zip(self.body.invars, self.tiles, self.passed, strict=True)

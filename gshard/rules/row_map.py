@@ -28,7 +28,7 @@ from gshard.rules.base.unreduced import made_alike
 from gshard.rules.base.ways import least, price
 from gshard.rules.painting import Painting, RowMap
 from gshard.tensors.factors import Factors
-from gshard.tensors.sharding import Sharding, Targets, compatible
+from gshard.tensors.sharding import Sharding, Shardings, Targets, compatible
 from gshard.tensors.tile import Tile, Tiles, byte_size, row_bytes
 
 RowMapOf = Callable[[JaxprEqn], RowMap]
@@ -59,8 +59,8 @@ def row_map_factors(eqn: JaxprEqn, of: RowMapOf) -> Factors:
 
 def row_map_ways(
     eqn: JaxprEqn,
-    shardings: Sequence[Sharding],
-    targets: Sequence[Sharding],
+    shardings: Shardings,
+    targets: Targets,
     limit: int,
     of: RowMapOf,
 ) -> Sequence[Way]:
@@ -112,7 +112,7 @@ def _towards(here: Sharding, target: Sharding) -> Sharding:
     return here
 
 
-def _way(row_map: RowMap, shardings: Sequence[Sharding], result: Sharding, aval: Any) -> Way:
+def _way(row_map: RowMap, shardings: Shardings, result: Sharding, aval: Any) -> Way:
     """With a result that is split like that; `Way.how` is the number of collectives inside."""
     operands, sent, steps = list(shardings), 0.0, 0
     for number, layers in row_map.sources.items():
@@ -182,9 +182,7 @@ def _sent(
     return sent, len(seen)
 
 
-def _totals(
-    way: Way, eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding]
-) -> tuple[float, int]:
+def _totals(way: Way, eqn: JaxprEqn, shardings: Shardings, targets: Targets) -> tuple[float, int]:
     """The bytes that a way sends, and in how many collectives."""
     sent, steps = way.sent, way.how
     atoms, before = (*eqn.invars, *eqn.outvars), (*shardings, *way.results)

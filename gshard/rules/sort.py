@@ -31,7 +31,7 @@ from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors, all_dims
 from gshard.tensors.sharding import Sharding, Shardings, Targets
-from gshard.tensors.tile import Tile, Tiles, itemsize_of
+from gshard.tensors.tile import Arrays, Tile, Tiles, itemsize_of
 
 
 def sort_dims(eqn: JaxprEqn) -> Factors:
@@ -75,7 +75,7 @@ def _sort(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets)
     return [Tile(a, here, t.shape) for a, t in zip(arrays, tiles, strict=True)]
 
 
-def _sorted(eqn: JaxprEqn, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def _sorted(eqn: JaxprEqn, arrays: Arrays) -> Arrays:
     """Local arrays sorted; floats by their bits as integers, if that is faster.
 
     These have the same order except for NaN, -0.0 and subnormal numbers: if there are any, floats
@@ -129,9 +129,7 @@ def _needs_index(eqn: JaxprEqn) -> bool:
     )
 
 
-def _sort_columns(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], here: Sharding, rows: int
-) -> list[Tile]:
+def _sort_columns(ctx: Context, eqn: JaxprEqn, tiles: Tiles, here: Sharding, rows: int) -> Tiles:
     """Columnsort, stable because the index in the operand is the last key.
 
     Padding comes last because a padding flag is the first key.

@@ -19,7 +19,7 @@ and none in the paper's first case.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ from gshard.rules.base.rule import Context, Doc, Rule, Way, register
 from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import Dim, Factors, Shape, combining
 from gshard.tensors.sharding import Sharding, Shardings, Split, Targets
-from gshard.tensors.tile import Tile, row_bytes, rows_within
+from gshard.tensors.tile import Tile, Tiles, row_bytes, rows_within
 
 NOTHING = 2**30  # as the first row that a device needs: it needs none
 
@@ -160,7 +160,7 @@ def halo_cost(here: Sharding, atom: Any, reaches: Reaches) -> float:
 
 
 def conv_reaches(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], part: Shape, local: Shape
+    eqn: JaxprEqn, shardings: Shardings, part: Shape, local: Shape
 ) -> Iterator[tuple[int, Reach, Split]]:
     """The rows under the windows along split spatial dims, of a `part` of the kernel."""
     (lhs, rhs), params = shardings, eqn.params
@@ -193,9 +193,7 @@ def conv_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int)
         yield way._replace(sent=halo_cost(way.operands[0], eqn.invars[0], reaches))
 
 
-def conv_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> list[jax.Array]:
+def conv_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -> list[jax.Array]:
     """The convolution of a device: halos, then its own windows without padding."""
     place, params = ctx.place, dict(eqn.params)
     lhs, rhs = tiles

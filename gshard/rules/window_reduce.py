@@ -126,7 +126,7 @@ def reduce_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> A
     return [own_results(ctx, x, reaches, local) for x in out]
 
 
-def _outside(eqn: JaxprEqn, tiles: list[Tile]) -> Sequence[jax.Array | None]:
+def _outside(eqn: JaxprEqn, tiles: Tiles) -> Sequence[jax.Array | None]:
     """For each operand what rows outside of the tensor are: the identity, for tangents zero."""
     if eqn.primitive is p.reduce_window_p:
         return [None] * len(tiles)
