@@ -12,14 +12,13 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 MOST_SLICES = 64  # of a window that is written out
 
 
-def convolution(params: dict[str, Any], x: jax.Array, kernel: jax.Array) -> jax.Array:
+def convolution(params: dict[str, Any], x: Array, kernel: Array) -> Array:
     """A convolution of any strides, dilations and groups."""
     numbers = params["dimension_numbers"]
     dtype = params["preferred_element_type"] or jnp.result_type(x, kernel)
@@ -54,7 +53,7 @@ def _size(
 
 
 def _rows(
-    x: jax.Array,
+    x: Array,
     dim: int,
     low: int,
     dilation: int,
@@ -62,7 +61,7 @@ def _rows(
     count: int,
     step: int,
     fill: float = 0,
-) -> jax.Array:
+) -> Array:
     """`count` rows of `x`, padded by `low` and dilated, from `start` on, `step` apart.
 
     It is one `pad`, whose result is as large as the operand where a convolution keeps sizes: then
@@ -76,16 +75,14 @@ def _rows(
     return lax.slice_in_dim(x, 0, reach, step, dim) if step > 1 else x
 
 
-def _grouped(x: jax.Array, dim: int, groups: int) -> jax.Array:
+def _grouped(x: Array, dim: int, groups: int) -> Array:
     """`x` with its groups, which are the major part of `dim`, as the first dim."""
     shape = (*x.shape[:dim], groups, x.shape[dim] // groups, *x.shape[dim + 1 :])
     others = (d for d in range(len(shape)) if d != dim)
     return lax.transpose(lax.reshape(x, shape), (dim, *others))
 
 
-def _by_position(
-    params: dict[str, Any], x: jax.Array, kernel: jax.Array, shape: Sequence[int]
-) -> jax.Array:
+def _by_position(params: dict[str, Any], x: Array, kernel: Array, shape: Sequence[int]) -> Array:
     """x[group, batch, ..., channels] with kernel[group, features, ..., channels]."""
     wide = jnp.promote_types(jnp.result_type(x, kernel), jnp.float32)
     strides, dilations = params["window_strides"], params["rhs_dilation"]
@@ -96,7 +93,7 @@ def _by_position(
     order = [first, *(i for i in range(len(taps)) if i != first)]
 
     @functools.cache
-    def shifted(at: tuple[int, ...]) -> jax.Array:
+    def shifted(at: tuple[int, ...]) -> Array:
         """`x` for these turns of the first dims in `order`."""
         if not at:
             return x
@@ -107,7 +104,7 @@ def _by_position(
         low, dilation = params["padding"][i][0], params["lhs_dilation"][i]
         return _rows(shifted(at[:-1]), 2 + i, low, dilation, start, count, step)
 
-    results: dict[tuple[int, ...], jax.Array] = {}  # by the places in dims whose window is whole
+    results: dict[tuple[int, ...], Array] = {}  # by the places in dims whose window is whole
     for at in itertools.product(*turns):
         rows, part = shifted(tuple(at[i] for i in order)), kernel
         for i, turn in enumerate(at):
@@ -117,14 +114,14 @@ def _by_position(
         place = tuple(turn for turn, all_taps in zip(at, whole, strict=True) if all_taps)
         results[place] = lax.add(results[place], product) if place in results else product
     for i in (i for i, all_taps in enumerate(whole) if all_taps):
-        rest: dict[tuple[int, ...], list[jax.Array]] = {}
+        rest: dict[tuple[int, ...], list[Array]] = {}
         for place, value in results.items():
             rest.setdefault(place[1:], []).append(lax.expand_dims(value, [2 + i]))
         results = {place: lax.concatenate(values, 2 + i) for place, values in rest.items()}
     return results[()]
 
 
-def _product(x: jax.Array, kernel: jax.Array, whole: Sequence[bool], dtype: Any) -> jax.Array:
+def _product(x: Array, kernel: Array, whole: Sequence[bool], dtype: Any) -> Array:
     """[group, batch, spatial dims that stay..., features]."""
     spatial = [2 + i for i, all_taps in enumerate(whole) if all_taps]
     gone = [2 + i for i, all_taps in enumerate(whole) if not all_taps]
@@ -139,7 +136,7 @@ def _product(x: jax.Array, kernel: jax.Array, whole: Sequence[bool], dtype: Any)
     return lax.dot_general(x, kernel, numbers, preferred_element_type=dtype)
 
 
-def window_places(params: dict[str, Any], x: jax.Array, fill: Any = 0) -> list[jax.Array]:
+def window_places(params: dict[str, Any], x: Array, fill: Any = 0) -> list[Array]:
     """The elements at each place of all windows, one place after the other."""
     window, count = params["window_dimensions"], x.ndim
     strides = params["window_strides"]
@@ -157,12 +154,12 @@ def window_places(params: dict[str, Any], x: jax.Array, fill: Any = 0) -> list[j
     return parts
 
 
-def window_sum(params: dict[str, Any], x: jax.Array) -> jax.Array:
+def window_sum(params: dict[str, Any], x: Array) -> Array:
     """The sum over each window, one element after the other."""
     return functools.reduce(lax.add, window_places(params, x))
 
 
-def fourier(params: dict[str, Any], x: jax.Array) -> jax.Array:
+def fourier(params: dict[str, Any], x: Array) -> Array:
     """A transform of several dims as one of each, which is the last dim meanwhile."""
     kind, lengths = lax.FftType(params["fft_type"]), params["fft_lengths"]
     dims = list(range(x.ndim - len(lengths), x.ndim))

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from gshard.graph.reason import Reason
 from gshard.graph.row_map import Axis
@@ -29,13 +28,11 @@ class RowsOfDim(Protocol):
         """How many rows a device sends if `size` rows are in `tiles` tiles before and after."""
         ...
 
-    def run(
-        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
-    ) -> jax.Array:
+    def run(self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason) -> Array:
         """The rows of the result's tiles in their places; the source is split alike or unsplit."""
         ...
 
-    def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> jax.Array:
+    def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> Array:
         """The rows, one behind the other, on every device."""
         ...
 
@@ -70,9 +67,7 @@ class AxisRows:
         held = self._held(tiles, local, size)
         return plan_windows(Windows.of(held, -(-local // stride), starts, count)).sent
 
-    def run(
-        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
-    ) -> jax.Array:
+    def run(self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason) -> Array:
         """Fetch rows, and spread them."""
         assert split
         place, (starts, count) = ctx.place, self._needed(split.tiles)
@@ -97,7 +92,7 @@ class AxisRows:
         offset = at + number * step - np.arange(split.tiles) * local
         return window(place, x, dim, -offset[split.own], local)
 
-    def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> jax.Array:
+    def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> Array:
         """The rows, contributed by the devices that have them."""
         held, x = self._thinned(ctx.place, tile, dim)
         x = collect(ctx.place, x, tile.sharding, dim, held, self.axis.rows, reason)
@@ -118,7 +113,7 @@ class AxisRows:
         number = np.clip(-(-border // abs(self.axis.stride)), 0, self.axis.rows)
         return Runs(number[:-1], number[1:], np.zeros(tiles, np.int64))
 
-    def _thinned(self, place: Place, tile: Tile, dim: int) -> tuple[Runs, jax.Array]:
+    def _thinned(self, place: Place, tile: Tile, dim: int) -> tuple[Runs, Array]:
         """Only these rows, at the start of the local array if there is a stride."""
         split, rows, first = tile.sharding.splits[dim], tile.array.shape[dim], self.only[0]
         assert split

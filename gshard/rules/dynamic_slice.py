@@ -14,10 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
@@ -58,9 +57,7 @@ class DynamicRows:
         aligned = plan_fetch(tiles, self.rows, np.arange(tiles) * width, width, rows=local).sent
         return rotation_rows(size, self.rows, local) + aligned
 
-    def run(
-        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
-    ) -> jax.Array:
+    def run(self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason) -> Array:
         """The rows of this device's tile of the result."""
         place = ctx.place
         if split is None:
@@ -79,13 +76,13 @@ class DynamicRows:
         starts = np.arange(split.tiles) * width
         return fetch(place, Tile(x, tile.sharding, shape), dim, starts, width, reason)
 
-    def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> jax.Array:
+    def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> Array:
         """The whole result on every device."""
         spread = self._spread(ctx.place, tile, dim, self.rows)
         groups = groups_along(tile.sharding, dim)
         return collectives.merge_disjoint(ctx.place, spread, groups, reason)
 
-    def _spread(self, place: Place, tile: Tile, dim: int, size: int) -> jax.Array:
+    def _spread(self, place: Place, tile: Tile, dim: int, size: int) -> Array:
         """The result's window: the rows of this device in their places, zeros elsewhere."""
         local = tile.array.shape[dim]
         offset = tile.offset(place, dim) - self.start  # the result's row that local row 0 is
@@ -105,8 +102,8 @@ def rotation_rows(size: int, rows: int, local: int) -> int:
 
 
 def _rotated(
-    place: Place, tile: Tile, dim: int, start: jax.Array, most: int, direction: int, reason: Reason
-) -> jax.Array:
+    place: Place, tile: Tile, dim: int, start: Array, most: int, direction: int, reason: Reason
+) -> Array:
     """The rows `start` rows further on (or, in direction -1, back), at most `most`.
 
     Tiles move by the bits of the offset in tiles, then rows between neighbours.
@@ -125,7 +122,7 @@ def _rotated(
     return lax.dynamic_slice_in_dim(x, begin, local, dim)
 
 
-def _clamped(index: Tile, size: int, rows: int) -> jax.Array:
+def _clamped(index: Tile, size: int, rows: int) -> Array:
     """A start index, which JAX moves so that the slice is within the dim."""
     most = min(size - rows, int(jnp.iinfo(index.array.dtype).max))
     return jnp.clip(index.array, 0, most).astype(jnp.int32)
@@ -215,7 +212,7 @@ def _dynamic_update_slice(
     return [Tile(array, way.results[0], tile.shape)]
 
 
-def _update_in_place(place: Place, tile: Tile, update: Tile, dim: int, start: jax.Array) -> Tile:
+def _update_in_place(place: Place, tile: Tile, update: Tile, dim: int, start: Array) -> Tile:
     """The rows of the update that belong into the rows of `tile`, for every device."""
     split, local = tile.sharding.splits[dim], tile.array.shape[dim]
     assert split
@@ -231,11 +228,11 @@ def _update_in_place(place: Place, tile: Tile, update: Tile, dim: int, start: ja
 def _write(
     place: Place,
     tile: Tile,
-    update: jax.Array,
-    starts: Mapping[int, jax.Array],
+    update: Array,
+    starts: Mapping[int, Array],
     shape: Sequence[int],
     turned: int | None,
-) -> jax.Array:
+) -> Array:
     """`tile` with the rows of an update of the given logical shape that this device owns.
 
     Only as many rows are touched as the update has, or the tile. Along the dim `turned` the update
@@ -243,7 +240,7 @@ def _write(
     """
     local = tile.array.shape
     at = [jnp.zeros((), jnp.int32)] * len(local)
-    edges: list[tuple[int, jax.Array]] = []  # dims, and the update's row in the first touched one
+    edges: list[tuple[int, Array]] = []  # dims, and the update's row in the first touched one
     for dim, start in starts.items():
         if tile.sharding.splits[dim] is None:
             at[dim] = start

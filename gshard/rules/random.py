@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.extend.core import primitives as p
 
@@ -45,7 +45,7 @@ from gshard.tensors.factors import Factors, Shape, Shapes, all_dims, made_dims, 
 from gshard.tensors.sharding import Sharding, Shardings, Targets
 from gshard.tensors.tile import Arrays, Tile, Tiles, byte_size
 
-Draw = Callable[[jax.Array], jax.Array]  # what a generator makes of one key's integers
+Draw = Callable[[Array], Array]  # what a generator makes of one key's integers
 
 _COUNTS = iota_2x32_shape_p
 _MIXES = p.rng_bit_generator_p  # under vmap the first key draws for all the others
@@ -174,9 +174,7 @@ def _counting(
     return evaluate(program, args, interpret)
 
 
-def _counters(
-    ctx: Context, sharding: Sharding, shape: Shape, local: Shape
-) -> tuple[jax.Array, jax.Array]:
+def _counters(ctx: Context, sharding: Sharding, shape: Shape, local: Shape) -> tuple[Array, Array]:
     """The row-major numbers of this device's elements among all, as high and low 32 bits."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     starts = np.zeros(sharding.num_devices, np.uint64)
@@ -196,15 +194,13 @@ def _counters(
     return total
 
 
-def _add(
-    a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _add(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
     """A sum of 64-bit numbers in two halves; x64 may be off."""
     low = a[1] + b[1]
     return a[0] + b[0] + (low < b[1]).astype(jnp.uint32), low
 
 
-def _times(rows: jax.Array, stride: int, size: int) -> tuple[jax.Array, jax.Array]:
+def _times(rows: Array, stride: int, size: int) -> tuple[Array, Array]:
     """`rows * stride` in 64 bits, where rows < size: by halves of 16 bits if that is large."""
     if size * stride < 2**32:
         return jnp.zeros_like(rows), rows * jnp.uint32(stride)
@@ -223,7 +219,7 @@ def _random_gamma(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: 
     alpha = alpha.masked(ctx.place, 1)
     own = _split_keys(ctx, eqn, alpha.shape[keys.sharding.rank :], keys, target).array
 
-    def one(args: tuple[jax.Array, ...]) -> jax.Array:
+    def one(args: tuple[Array, ...]) -> Array:
         return gamma_one(*args, log_space=eqn.params["log_space"])
 
     flat = own.reshape(-1), alpha.array.reshape(-1)

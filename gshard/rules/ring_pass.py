@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard.graph.evaluate import bind
@@ -52,7 +51,7 @@ class _Block(Place):
     count: int = 1
     number: Any = 0
 
-    def lookup(self, table: np.ndarray) -> jax.Array | int:
+    def lookup(self, table: np.ndarray) -> Array | int:
         """Row (device, block) of a table with a row for each."""
         rows = np.asarray(table, np.int32).reshape(-1, self.count, *np.shape(table)[1:])
         if (rows == rows[:, :1]).all():
@@ -137,7 +136,7 @@ class _Round:
             splits.append(cut if name == keys else lifted)
         return Sharding(tuple(splits), self.devices * count)
 
-    def part(self, number: int, array: jax.Array, place: _Block) -> Tile:
+    def part(self, number: int, array: Array, place: _Block) -> Tile:
         """A block's part of an operand."""
         var = self.body.invars[number]
         here, shape = self.sharding_in_block(var), tuple(var.aval.shape)
@@ -151,7 +150,7 @@ class _Round:
 
     # ------------------------------------------------------------ one block
 
-    def add_block(self, number: jax.Array, arrays: Arrays, state: list[Any]) -> list[Any]:
+    def add_block(self, number: Array, arrays: Arrays, state: list[Any]) -> list[Any]:
         """The state after one more block of keys."""
         ring, block_mask = self.ring, self.ring.mask
         place = self.block(self.ctx.place, number)
@@ -179,7 +178,7 @@ class _Round:
             needed |= ~jnp.all(jnp.exp(jnp.asarray(block_mask.fill, shift.dtype) - shift) == 0)
         return lax.cond(needed, computed, left_out, state)
 
-    def block(self, outer: Place, number: jax.Array) -> _Block:
+    def block(self, outer: Place, number: Array) -> _Block:
         """This device with a block of keys; what is looked up stays inside."""
         outer = outer.inner()
         devices = self.devices * self.blocks
@@ -234,7 +233,7 @@ class _Round:
 
     def summed(
         self, s: Sum, scores: Tile, values: dict[Any, Tile], place: _Block, wide: Any = None
-    ) -> jax.Array:
+    ) -> Array:
         """The sum of one block's scores."""
         along = {self.ring.keys, self.ring.queries}
         operands = []
@@ -253,11 +252,11 @@ class _Round:
     def online(
         self,
         state: list[Any],
-        highest: jax.Array,
+        highest: Array,
         logits: Tile,
         values: dict[Any, Tile],
         place: _Block,
-        times: jax.Array | int = 1,
+        times: Array | int = 1,
     ) -> None:
         """Update the online softmax by a block, each of whose logits counts `times` times."""
         softmax, number = self.ring.softmax, self.ring.sums.index
@@ -278,7 +277,7 @@ class _Round:
 
     # ------------------------------------------------------------ the round
 
-    def start(self) -> list[jax.Array]:
+    def start(self) -> list[Array]:
         """The initial state; sums over queries have one block of the result."""
         state = []
         wide = self.ring.softmax.weighted if self.ring.softmax else ()
@@ -317,7 +316,7 @@ class _Round:
         done = zip(self.finished(state), shardings, sums, strict=True)
         return [Tile(a, sharding, tuple(s.out.aval.shape)) for a, sharding, s in done]
 
-    def finished(self, state: list[jax.Array]) -> list[jax.Array]:
+    def finished(self, state: list[Array]) -> list[Array]:
         """The results; weights are divided by their sum at the end."""
         softmax, number = self.ring.softmax, self.ring.sums.index
         for s, divided in softmax.weighted.items() if softmax else ():
@@ -332,14 +331,12 @@ class _Round:
 _JOIN = {"sum": lax.add, "max": lax.max, "min": lax.min}
 
 
-def _one_key(array: jax.Array, sharding: Sharding, shape: Sequence[int], dim: int) -> Tile:
+def _one_key(array: Array, sharding: Sharding, shape: Sequence[int], dim: int) -> Tile:
     """A tile with one key instead of a block of them."""
     return Tile(array, sharding.replace(dim, None), (*shape[:dim], 1, *shape[dim + 1 :]))
 
 
-def _along(
-    x: jax.Array, names: Sequence[str], wanted: Sequence[str], shape: Sequence[int]
-) -> jax.Array:
+def _along(x: Array, names: Sequence[str], wanted: Sequence[str], shape: Sequence[int]) -> Array:
     """A row of numbers for each query, repeated for the other dims that are `wanted`."""
     gone = [d for d, n in enumerate(names) if n not in wanted]
     x = lax.squeeze(x, gone)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.core import ShapedArray
 
 from gshard.graph.caching import cached
@@ -33,7 +32,7 @@ class HeldRows(NamedTuple):
     mask: Any
     dims: tuple[int, ...]
 
-    def select(self, array: jax.Array, dims: Sequence[int], otherwise: float) -> jax.Array:
+    def select(self, array: Array, dims: Sequence[int], otherwise: float) -> Array:
         """`array`, of which these dims are the mask's, with another value for the other rows."""
         mask = lax.broadcast_in_dim(self.mask, array.shape, dims)
         return lax.select(mask, array, lax.full_like(array, otherwise))
@@ -51,7 +50,7 @@ class Tile:
     to its results has none. Ways are chosen on tiles that are `blank`: without elements.
     """
 
-    array: jax.Array
+    array: Array
     sharding: Sharding
     shape: tuple[int, ...]
     origin: str = ""
@@ -80,7 +79,7 @@ class Tile:
         """The same tile, of this value."""
         return Tile(self.array, self.sharding, self.shape, self.origin, self.held, value)
 
-    def holding(self, array: jax.Array) -> Tile:
+    def holding(self, array: Array) -> Tile:
         """Other elements, under the same sharding."""
         return Tile(array, self.sharding, self.shape, self.origin, self.held)
 
@@ -109,19 +108,19 @@ class Tile:
             if split and local * split.tiles != n and not split.ragged
         ]
 
-    def offset(self, place: Place, dim: int) -> jax.Array | int:
+    def offset(self, place: Place, dim: int) -> Array | int:
         """The logical index of the first local row along `dim`."""
         split = self.sharding.splits[dim]
         if split is None:
             return 0
         return place.lookup(split.own * self.array.shape[dim])
 
-    def is_padding(self, place: Place, dim: int) -> jax.Array:
+    def is_padding(self, place: Place, dim: int) -> Array:
         """A mask of the local shape that is true where a row along `dim` is padding."""
         rows = lax.broadcasted_iota(jnp.int32, self.array.shape, dim)
         return rows >= self.shape[dim] - self.offset(place, dim)
 
-    def masked(self, place: Place, value: jax.Array | float, dims: list[int] | None = None) -> Tile:
+    def masked(self, place: Place, value: Array | float, dims: list[int] | None = None) -> Tile:
         """This tile with `value` in its padding along `dims` (default: all dims)."""
         array = self.array
         for dim in self.padded_dims() if dims is None else set(dims) & set(self.padded_dims()):
@@ -130,12 +129,10 @@ class Tile:
         return Tile(array, self.sharding, self.shape)
 
 
-Tiles, Arrays = list[Tile], Sequence[jax.Array]
+Tiles, Arrays = list[Tile], Sequence[Array]
 
 
-def rows_within(
-    shape: Sequence[int], dim: int, first: jax.Array | int, low: Any, high: Any
-) -> jax.Array:
+def rows_within(shape: Sequence[int], dim: int, first: Array | int, low: Any, high: Any) -> Array:
     """A mask of `shape`: the rows along `dim` from `low` to `high`, counted from `first` on."""
     row = lax.broadcasted_iota(jnp.int32, shape, dim)
     if not (isinstance(first, int) and first == 0):
