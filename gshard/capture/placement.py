@@ -94,7 +94,7 @@ class DeviceOrder:
         if isinstance(value, UnevenArray):
             return self._renumbered(value.tiling, value.mesh.devices.ravel())
         given = getattr(value, "sharding", None)
-        if not isinstance(given, jax.sharding.Sharding) or _is_single(given):
+        if not isinstance(given, jax.sharding.Sharding) or given.num_devices == 1:
             return None
         rank = len(value.shape)
         if isinstance(given, NamedSharding):
@@ -145,10 +145,6 @@ def _checked_layout(given: Format, rank: int, name: str) -> Any:
             f"of its dims, such as Layout({tuple(range(rank))})"
         )
     return given.layout
-
-
-def _is_single(given: Any) -> bool:
-    return (given.mesh.size if isinstance(given, NamedSharding) else len(given.device_set)) == 1
 
 
 def _mesh_for(spec: PartitionSpec) -> Mesh:

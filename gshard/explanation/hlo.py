@@ -120,9 +120,7 @@ class HloProgram:
         lines = {i: self._line(i) for i in self._instructions}
         return {
             i.name: HloPlace(
-                "unknown" if "<" in line else line,
-                i.op,
-                self._runs(i.computation, unknown=0),
+                "unknown" if "<" in line else line, i.op, self._runs(i.computation, unknown=0)
             )
             for i, line in lines.items()
         }

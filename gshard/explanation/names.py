@@ -91,16 +91,14 @@ class Names:
         rank = len(var.aval.shape)
         maker = self._makers.get(var)
         letters = letters_of_name(self.name(var), rank) or self._letters(var, rank)
-        twin = self._twin(maker) if maker is not None else var
+        twin = var  # differentiation repeats annotations
+        if maker is not None:
+            twin = self._first_of_call.get(span_of(maker), maker.outvars[0])
         if not letters and twin is not var and twin.aval.shape == var.aval.shape:
             return self.dims(twin)
         if not letters and maker is not None and maker.primitive is annotate_p:
             return maker.params["annotation"].axes or ("",) * rank
         return tuple(letters) or ("",) * rank
-
-    def _twin(self, maker: JaxprEqn) -> Any:
-        """The result of the first annotation of a call: differentiation repeats annotations."""
-        return self._first_of_call.get(span_of(maker), maker.outvars[0])
 
     @functools.cached_property
     def _first_of_call(self) -> dict[Any, Any]:

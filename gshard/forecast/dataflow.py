@@ -55,7 +55,10 @@ def elements(var: Any) -> int:
     return math.prod(getattr(var.aval, "shape", ()))
 
 
-def inlined(jaxpr: Jaxpr) -> tuple[list[Op], list[Any]]:
+Equations = tuple[list[Op], list[Any]]  # of a body, and the results' variables
+
+
+def inlined(jaxpr: Jaxpr) -> Equations:
     """The equations with calls inlined, and the results' variables."""
     steps, outputs = with_calls_inlined(jaxpr)
     ops = []

@@ -183,6 +183,8 @@ def _shared(
 
 def _share(collective: Timed, eqn: JaxprEqn, sent: int, around: tuple[JaxprEqn, ...]) -> Timed:
     part = sent / (collective.sent or 1)
+    shared = ("bytes", "memory_seconds", "link_seconds", "start_seconds", "hidden_seconds")
+    parts = {name: part * getattr(collective, name) for name in (*shared, "roofline_seconds")}
     source, function = site_of(eqn)
     return replace(
         collective,
@@ -190,12 +192,7 @@ def _share(collective: Timed, eqn: JaxprEqn, sent: int, around: tuple[JaxprEqn, 
         function=function,
         scope=scopes_of((*around, eqn)),
         phase=phase_of((*around, eqn)),
-        bytes=part * collective.bytes,
         sent=sent,
-        memory_seconds=part * collective.memory_seconds,
-        link_seconds=part * collective.link_seconds,
-        start_seconds=part * collective.start_seconds,
-        hidden_seconds=part * collective.hidden_seconds,
-        roofline_seconds=part * collective.roofline_seconds,
         reason=str(reason_of(eqn)),
+        **parts,
     )

@@ -175,14 +175,10 @@ def unlikely() -> contextlib.AbstractContextManager[None]:
     return jax.named_scope(_UNLIKELY)
 
 
-def is_unlikely(eqn: JaxprEqn) -> bool:
-    """Whether a loop or branch was made under `unlikely`."""
-    return any(getattr(part, "name", "") == _UNLIKELY for part in eqn.source_info.name_stack.stack)
-
-
 def trips(eqn: JaxprEqn) -> int:
     """How often a body of this equation runs; as for balanced data if that depends on data."""
-    return 0 if is_unlikely(eqn) else runs_of(eqn)
+    marks = (getattr(part, "name", "") for part in eqn.source_info.name_stack.stack)
+    return 0 if _UNLIKELY in marks else runs_of(eqn)
 
 
 class on_behalf_of:  # noqa: N801  (a context, for every equation: a generator would be slower)

@@ -140,20 +140,16 @@ def _unscaled(y_ERN: Array, scale_E: Array) -> Array:
     return y_ERN * (1.0 / scale_E).astype(y_ERN.dtype)[:, None, None]
 
 
-def _rms(x_ERC: Array) -> Array:
-    """The root mean square of a sample of rows, over all experts, as one may have no tokens."""
+def _rms(x_ERC: Array, dims: tuple[int, ...] | None = None) -> Array:
+    """The root mean square of a sample of rows; over all experts, as one may have no tokens."""
     E, R, C = x_ERC.shape
     every = math.gcd(R, _EVERY)
     some = x_ERC.reshape(E, R // every, every, C)[:, :, 0].astype(jnp.float32)
-    return jnp.sqrt(jnp.mean(jnp.square(some)))
+    return jnp.sqrt(jnp.mean(jnp.square(some), dims))
 
 
 def _rms_of_each(w_EKN: Array) -> Array:
-    """The root mean square of each expert's weight, of a sample of its rows."""
-    E, K, N = w_EKN.shape
-    every = math.gcd(K, _EVERY)
-    some = w_EKN.reshape(E, K // every, every, N)[:, :, 0].astype(jnp.float32)
-    return jnp.sqrt(jnp.mean(jnp.square(some), axis=(1, 2)))
+    return _rms(w_EKN, (1, 2))
 
 
 def power_of_two(x: Array) -> Array:

@@ -7,6 +7,7 @@ else is inferred. Another strategy is another `Strategy`; the model does not cha
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,30 +94,24 @@ class Strategy:
         `stacked` is 1 for entire models, in which the weights of all layers may be stacked along
         dim 0. It also applies to the optimizer state of those weights, which has the same paths.
         """
-        if self.devices == 1:
-            return tree
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self._weight(path, leaf, stacked), tree
-        )
+        return self._each(tree, lambda path, leaf: self._weight(path, leaf, stacked))
 
     def update(self, tree: Any) -> Any:
         """With `split_update`, split the gradients or optimizer state of replicated weights."""
-        if self.devices == 1 or not self.split_update:
-            return self.weights(tree, stacked=1)
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: self._update(path, leaf), tree)
+        return self._each(tree, self._update) if self.split_update else self.weights(tree, 1)
 
     def updated(self, tree: Any) -> Any:
         """The annotations of the weights after an update, the same as before it."""
-        if self.devices == 1 or not self.split_update:
-            return self.weights(tree, stacked=1)
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: (
-                self._weight(path, leaf, 1)
-                if "experts" in names_along(path) or self.tensor > 1
-                else replicate(leaf)
-            ),
-            tree,
-        )
+
+        def annotated(path: Any, leaf: Array) -> Array:
+            split = "experts" in names_along(path) or self.tensor > 1
+            return self._weight(path, leaf, 1) if split else replicate(leaf)
+
+        return self._each(tree, annotated) if self.split_update else self.weights(tree, 1)
+
+    def _each(self, tree: Any, annotated: Callable[[Any, Array], Array]) -> Any:
+        alone = self.devices == 1
+        return tree if alone else jax.tree_util.tree_map_with_path(annotated, tree)
 
     def _weight(self, path: Any, leaf: Array, stacked: int) -> Array:
         names = names_along(path)

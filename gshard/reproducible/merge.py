@@ -28,13 +28,14 @@ from gshard.tensors.annotate import annotate_p
 
 _ADDS = frozenset((p.add_p, p.add_jaxvals_p))
 
+Eqns = list[JaxprEqn]
 Notes = tuple[JaxprEqn, ...]  # annotations
 
 
 @in_every_body
-def merge_trees(graph: Graph) -> list[JaxprEqn]:
+def merge_trees(graph: Graph) -> Eqns:
     """The equations with fewer trees; those of loops follow them."""
-    eqns: list[JaxprEqn] = []
+    eqns: Eqns = []
     for eqn in graph.eqns:
         eqns += _reduced_after(eqn, graph, set()) if eqn.primitive is p.scan_p else [eqn]
     body = _MergedBody(Graph(eqns, graph.results))
@@ -67,7 +68,7 @@ class _Tree:
         return self.order != tuple(range(len(self.order)))
 
 
-def _annotated(eqns: Sequence[JaxprEqn], notes: Notes, result: Any) -> list[JaxprEqn]:
+def _annotated(eqns: Sequence[JaxprEqn], notes: Notes, result: Any) -> Eqns:
     """Equations, and annotations of what the last of them makes, which becomes `result`."""
     found = list(eqns)
     for note in notes:
@@ -108,7 +109,7 @@ class _MergedBody:
             return None
         return _Tree(eqn.invars[0], eqn.params["axis"], order, notes)
 
-    def sum(self, eqn: JaxprEqn) -> list[JaxprEqn]:
+    def sum(self, eqn: JaxprEqn) -> Eqns:
         """The equations in the place of an addition."""
         for x, y in (eqn.invars, eqn.invars[::-1]):
             first, second = self.tree_of(x), self.tree_of(y)
@@ -133,9 +134,7 @@ class _MergedBody:
         self.made |= dict.fromkeys(eqn.outvars, eqn)
         return eqn
 
-    def _both(
-        self, eqn: JaxprEqn, first: _Tree, second: _Tree, result: Any, notes: Notes
-    ) -> list[JaxprEqn]:
+    def _both(self, eqn: JaxprEqn, first: _Tree, second: _Tree, result: Any, notes: Notes) -> Eqns:
         """One tree over the sums of the leaves of two, annotated as they were."""
         if first.shape != second.shape:
             return [eqn]
@@ -167,15 +166,15 @@ class _CarrySum:
     notes: Notes
 
 
-def _reduced_after(eqn: JaxprEqn, graph: Graph, zeros: set[Any]) -> list[JaxprEqn]:
+def _reduced_after(eqn: JaxprEqn, graph: Graph, zeros: set[Any]) -> Eqns:
     """The equations in the place of a scan; `zeros` are variables that were made here."""
     sums = _sums(eqn)
     if not sums:
         return [eqn]
     loop = _carrying_leaves(eqn, sums)
     first, _ = counts_of(eqn)
-    before: list[JaxprEqn] = []
-    after: list[JaxprEqn] = []
+    before: Eqns = []
+    after: Eqns = []
     for found in sums:
         start, total = loop.invars[first + found.number], loop.outvars[found.number]
         zero = Literal(np.zeros((), start.aval.dtype), ShapedArray((), start.aval.dtype))
@@ -225,9 +224,7 @@ def _carrying_leaves(eqn: JaxprEqn, sums: Sequence[_CarrySum]) -> JaxprEqn:
     return eqn.replace(invars=operands, outvars=outside, params=params)
 
 
-def _total(
-    eqn: JaxprEqn, found: _CarrySum, leaves: Any, added: Sequence[Any], result: Any
-) -> list[JaxprEqn]:
+def _total(eqn: JaxprEqn, found: _CarrySum, leaves: Any, added: Sequence[Any], result: Any) -> Eqns:
     """The tree over the carried leaves, added to what the loop began with, and annotated."""
     tree, aval = found.tree, result.aval
     summed = Var(ShapedArray(tuple(aval.shape[d] for d in np.argsort(tree.order)), aval.dtype))

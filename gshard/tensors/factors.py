@@ -22,6 +22,7 @@ from gshard.tensors.sharding import Sharding, Split, compatible
 
 Factor = str
 Dim = tuple[Factor, ...]  # the factors of one dim, major to minor; () is a dim that cannot be split
+Dims = Sequence[Dim]  # of a tensor
 Shape = tuple[int, ...]
 Shapes = list[Shape]
 Assignment = Mapping[Factor, Split | None]  # a split, or none, of every factor
@@ -240,9 +241,7 @@ def assignments(
         yield from assignments(factors, shardings, targets)
 
 
-def _fits(
-    chosen: Assignment, factors: Factors, tensors: Sequence[tuple[Sequence[Dim], Sharding]]
-) -> bool:
+def _fits(chosen: Assignment, factors: Factors, tensors: Sequence[tuple[Dims, Sharding]]) -> bool:
     """Whether nothing has to move: all dims are already split like their factors."""
     reduced = any(chosen[f] for f in factors.reduced)
     return not reduced and all(
@@ -263,16 +262,12 @@ def _composable(chosen: Assignment, factors: Factors) -> bool:
     return True
 
 
-def shard_dims(
-    dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int
-) -> Sharding:
+def shard_dims(dims: Dims, chosen: Assignment, factors: Factors, num_devices: int) -> Sharding:
     """The sharding of a tensor with these dims if the factors are split as `chosen`."""
     return Sharding(tuple([compose(d, chosen, factors.sizes) for d in dims]), num_devices)
 
 
-def shard_result(
-    dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int
-) -> Sharding:
+def shard_result(dims: Dims, chosen: Assignment, factors: Factors, num_devices: int) -> Sharding:
     """The sharding of a result, before it is reduced over factors that occur in operands only."""
     here = shard_dims(dims, chosen, factors, num_devices)
     splits = [s for f, s in chosen.items() if s and f in factors.reduced]
@@ -280,7 +275,7 @@ def shard_result(
 
 
 def local_dims(
-    dims: Sequence[Dim], chosen: Assignment, factors: Factors, shape: Sequence[int]
+    dims: Dims, chosen: Assignment, factors: Factors, shape: Sequence[int]
 ) -> tuple[int, ...]:
     """The local shape of such a tensor: a dim is the product of its factors' parts."""
     local = []

@@ -61,14 +61,6 @@ def _collective_aval(x: Any, *, kind: str, dim: int, groups: Any) -> ShapedArray
     return ShapedArray(shape, x.dtype)
 
 
-def _to_manual_transpose(ct: Any, x: Any, **params: Any) -> list[Any]:
-    return [to_auto_p.bind(ct, shape=x.aval.shape, **params)]
-
-
-def _to_auto_transpose(ct: Any, x: Any, *, shape: Any, **params: Any) -> list[Any]:
-    return [to_manual_p.bind(ct, **params)]
-
-
 def _collective_transpose(ct: Any, x: Any, *, kind: str, dim: int, groups: Any) -> list[Any]:
     if kind == "collective_permute":
         groups = tuple((d, s) for s, d in groups)
@@ -95,8 +87,8 @@ def _batch_collective(args: Any, dims: Any, *, kind: str, dim: int, groups: Any)
     return collective_p.bind(x, kind=kind, dim=dim, groups=groups), x.ndim - 1
 
 
-ad.deflinear2(to_manual_p, _to_manual_transpose)
-ad.deflinear2(to_auto_p, _to_auto_transpose)
+ad.deflinear2(to_manual_p, lambda ct, x, **to: [to_auto_p.bind(ct, shape=x.aval.shape, **to)])
+ad.deflinear2(to_auto_p, lambda ct, x, *, shape, **to: [to_manual_p.bind(ct, **to)])
 ad.deflinear2(collective_p, _collective_transpose)
 batching.primitive_batchers[to_manual_p] = _batch_to_manual
 batching.primitive_batchers[to_auto_p] = _batch_to_auto

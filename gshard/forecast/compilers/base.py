@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.forecast.dataflow import Body, DeviceOperator, Op
+from gshard.forecast.dataflow import Body, DeviceOperator, Equations, Op
 from gshard.graph.kinds import ALIASES
 
 DEAR = {
@@ -92,9 +92,7 @@ class Compiler:
     overlaps: ClassVar[bool] = False  # schedules collectives beside products
     copies_slices: ClassVar[bool] = True  # of a loop's arguments, for operators that are not fused
 
-    def prepare(
-        self, ops: list[Op], outputs: list[Any], devices: int
-    ) -> tuple[list[Op], list[Any]]:
+    def prepare(self, ops: list[Op], outputs: list[Any], devices: int) -> Equations:
         """The equations of a body, and its results, as they are before fusion.
 
         For an unpartitioned program, what is possible on each of `devices`.

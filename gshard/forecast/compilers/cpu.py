@@ -21,7 +21,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
 from gshard.forecast.compilers.base import DEAR, Compiler, Dataflow, Order, Places, in_order
-from gshard.forecast.dataflow import Body, DeviceOperator, Op, elements
+from gshard.forecast.dataflow import Body, DeviceOperator, Equations, Op, elements
 from gshard.graph.regions import LOOPS, Stored
 from gshard.moving.inventory import transfers
 from gshard.tensors.tile import size_of
@@ -36,9 +36,7 @@ BARRIERS_HOLD = jax.__version_info__ >= (0, 11)  # before, XLA for CPUs ignored 
 class CPU(Compiler):
     """XLA for CPUs; it reduces gradients over devices together, after the last of them."""
 
-    def prepare(
-        self, ops: list[Op], outputs: list[Any], devices: int
-    ) -> tuple[list[Op], list[Any]]:
+    def prepare(self, ops: list[Op], outputs: list[Any], devices: int) -> Equations:
         """The equations as they are before fusion."""
         ops = [replace(op, joins=_JOINS.get(op.primitive, op.joins)) for op in ops]
         ops, outputs = _once(ops, outputs)

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard.forecast.compilers.base import Compiler, Dataflow
-from gshard.forecast.dataflow import Body, DeviceOperator, Op, elements, inlined
+from gshard.forecast.dataflow import Body, DeviceOperator, Equations, Op, elements, inlined
 from gshard.graph.kinds import ALIASES, PRODUCTS
 from gshard.graph.regions import Stored, bodies, counts_of
 from gshard.tensors.tile import size_of
@@ -30,9 +30,7 @@ class GPU(Compiler):
 
     overlaps = True
 
-    def prepare(
-        self, ops: list[Op], outputs: list[Any], devices: int
-    ) -> tuple[list[Op], list[Any]]:
+    def prepare(self, ops: list[Op], outputs: list[Any], devices: int) -> Equations:
         """The equations with row-wise reductions marked, and copies between loops of other layouts.
 
         For an unpartitioned program, those are marked that may be row-wise on each of `devices`.
@@ -52,9 +50,10 @@ class GPU(Compiler):
                     reads[number] = Stored(var.aval)
                     found.append(Op(op.eqn, (var,), (reads[number],), False, p.transpose_p))
             found.append(Op(op.eqn, tuple(reads), op.writes, op.joins))
-            stacked = range(counts_of(op.eqn)[1], len(op.writes))
-            inside = _turned_results(bodies(op.eqn)[0])
-            turned.update(op.writes[n] for n in stacked if n in inside)
+            inner, results = inlined(bodies(op.eqn)[0])
+            made, carry = _turned(inner), counts_of(op.eqn)[1]
+            stacks = list(zip(op.writes, results, strict=True))[carry:]
+            turned.update(w for w, v in stacks if not isinstance(v, Literal) and v in made)
         return found, outputs
 
     def folds(self, op: Op, flow: Dataflow) -> bool:
@@ -131,13 +130,6 @@ def _is_by_rows(op: Op, scattered: set[Any], devices: int) -> bool:
     last = len(shape) - 1
     rows = math.prod(shape[axis] for axis in op.eqn.params.get("axes", ()) if axis != last)
     return last > 0 and rows <= devices
-
-
-def _turned_results(body: Any) -> set[int]:
-    """The indices of a body's results that have the transposed layout of a product."""
-    ops, outputs = inlined(body)
-    turned = _turned(ops)
-    return {n for n, v in enumerate(outputs) if not isinstance(v, Literal) and v in turned}
 
 
 def _turned(ops: list[Op]) -> set[Any]:
