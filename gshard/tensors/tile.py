@@ -129,7 +129,8 @@ class Tile:
         return Tile(array, self.sharding, self.shape)
 
 
-Tiles, Arrays = list[Tile], Sequence[Array]
+Tiles = list[Tile]
+Arrays = Sequence[Array]
 
 
 def rows_within(shape: Sequence[int], dim: int, first: Array | int, low: Any, high: Any) -> Array:
