@@ -17,6 +17,7 @@ from jax.extend.core import primitives as p
 
 from gshard.capture.simplify.passes import in_every_body
 from gshard.graph import Graph, filling
+from gshard.rules.grouped import puts_rows, takes_rows
 
 
 @in_every_body
@@ -60,21 +61,14 @@ def _gathered_back(gather: JaxprEqn, graph: Graph) -> Any:
     updates = put.invars[2]
     if not _sets_rows(put) or updates.aval.shape != gather.outvars[0].aval.shape:
         return None
-    numbers = gather.params["dimension_numbers"]
-    rows = numbers.start_index_map == numbers.collapsed_slice_dims == (0,)
+    rows = takes_rows(gather) is not None
     return updates if rows and graph.is_permutation(put.invars[1]) else None
 
 
 def _sets_rows(put: JaxprEqn) -> bool:
     """Whether a scatter sets rows of the leading dim, one for each index."""
-    numbers, (operand, _, updates) = put.params["dimension_numbers"], put.invars
-    return (
-        put.params["update_jaxpr"] is None
-        and numbers.scatter_dims_to_operand_dims == numbers.inserted_window_dims == (0,)
-        and updates.aval.ndim == operand.aval.ndim
-        and updates.aval.shape[1:] == operand.aval.shape[1:]
-        and updates.aval.shape[0] <= operand.aval.shape[0]
-    )
+    few = put.invars[2].aval.shape[:1] <= put.invars[0].aval.shape[:1]
+    return put.params["update_jaxpr"] is None and few and puts_rows(put)
 
 
 def _known_comparison(eqn: JaxprEqn, graph: Graph) -> bool | None:
