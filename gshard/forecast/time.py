@@ -184,7 +184,9 @@ def _shared(
 def _share(collective: Timed, eqn: JaxprEqn, sent: int, around: tuple[JaxprEqn, ...]) -> Timed:
     part = sent / (collective.sent or 1)
     shared = ("bytes", "memory_seconds", "link_seconds", "start_seconds", "hidden_seconds")
-    parts = {name: part * getattr(collective, name) for name in (*shared, "roofline_seconds")}
+    parts: dict[str, Any] = {
+        name: part * getattr(collective, name) for name in (*shared, "roofline_seconds")
+    }
     source, function = site_of(eqn)
     return replace(
         collective,

@@ -90,8 +90,10 @@ class Place:
 
     def inner(self) -> Place:
         """The same devices for the body of a loop or branch, which may not leak values out."""
-        kept = ("rows", "masks", "zeros", "bounds")
-        return replace(self, **{name: dict(getattr(self, name)) for name in kept})
+        rows, bounds = dict(self.rows), dict(self.bounds)
+        return replace(
+            self, rows=rows, masks=dict(self.masks), zeros=dict(self.zeros), bounds=bounds
+        )
 
     def numbered(self, number: Any) -> Place:
         """The same devices, of which this one has the number given."""
