@@ -53,14 +53,7 @@ def _size(
 
 
 def _rows(
-    x: Array,
-    dim: int,
-    low: int,
-    dilation: int,
-    start: int,
-    count: int,
-    step: int,
-    fill: float = 0,
+    x: Array, dim: int, low: int, dilation: int, start: int, count: int, step: int, fill: float = 0
 ) -> Array:
     """`count` rows of `x`, padded by `low` and dilated, from `start` on, `step` apart.
 

@@ -58,11 +58,7 @@ def row_map_factors(eqn: JaxprEqn, of: RowMapOf) -> Factors:
 
 
 def row_map_ways(
-    eqn: JaxprEqn,
-    shardings: Shardings,
-    targets: Targets,
-    limit: int,
-    of: RowMapOf,
+    eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int, of: RowMapOf
 ) -> Sequence[Way]:
     """Fetch rows of split dims, or collect them, or first gather or move the splits of operands.
 
