@@ -52,7 +52,7 @@ from gshard.tensors.uneven import UnevenSharding
 def run_replicated(ctx: Context, eqn: JaxprEqn, tiles: Tiles, reason: Reason) -> Tiles:
     """On replicated operands: a pure function runs on every device, and each keeps its part.
 
-    Of side effects the first device takes care, and a sum gives the others the results.
+    With side effects only the first device runs it, and a sum gives the others the results.
     """
     if eqn.effects:
         arrays = _run_once(ctx, eqn, gathered(ctx, tiles, reason))

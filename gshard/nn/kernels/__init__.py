@@ -15,7 +15,7 @@ def with_gradient(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a function whose gradient is `backward` of what `keep` takes, and the result's.
 
-    `keep` takes of the result and the arguments. Those at `nondiff` come first in `backward`.
+    `keep` takes of the result and the arguments; the ones at `nondiff` come first in `backward`.
     """
 
     def decorated(function: Callable[..., Any]) -> Any:
