@@ -23,7 +23,7 @@ as `<2de>` before them, and `</s>` is added behind by CTranslate2.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from gshard.mt.errors import UserError
 from gshard.mt.release.make import CARD, card
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model
-from gshard.mt.training.weights import write_weights
+from gshard.mt.training.weights import has_experts, in_layer, named, write_weights
 from gshard.nn.config import EPSILON, TransformerConfig
 from gshard.nn.layers import sinusoids
 from gshard.nn.transformer import Transformer
@@ -99,61 +99,68 @@ def _card(run: Run, model: Transformer, step: int, weights: Path) -> str:
 
 
 def renamed(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
-    """The weights by the layout's names and in its shapes."""
-    c = model.config
+    """The weights by the layout's names and in its shapes; biases are zero."""
+    c, load, hidden = model.config, named(model).__getitem__, _hidden_dims(model.config)
     yield "model.shared.weight", np.concatenate([model.source.table, model.target.table])
-    hidden = _hidden_dims(c)
-    for stack, pairs, norm in (
-        ("encoder", model.encoder, model.encoder_norm),
-        ("decoder", model.decoder, model.decoder_norm),
-    ):
-        place = f"model.{stack}"
-        yield from _norm(f"{place}.layer_norm", norm)
-        for n, layer in enumerate(layers_of(pairs, c.stacked)):
-            yield from _layer(f"{place}.layers.{n}", layer, hidden[stack], c)
+    for side, count in (("encoder", c.encoder_layers), ("decoder", c.decoder_layers)):
+        yield from _norm(f"model.{side}.layer_norm", f"{side}_norm", load)
+        for n in range(count):
+            place, weight = f"model.{side}.layers.{n}", in_layer(load, c, side, n)
+            for ours, theirs in norms_of(c, side):
+                yield from _norm(f"{place}.{theirs}", ours, weight)
+            if has_experts(c, side, n):
+                yield f"{place}.{ROUTER}", np.asarray(weight("moe.gate")).T
+            for ours, theirs in products_of(c, side, n):
+                array = np.asarray(weight(ours.format("w")))
+                each = enumerate(array) if "{}" in theirs else [(0, array)]
+                for expert, one in each:
+                    yield from _product(f"{place}.{theirs}".format(expert), one, hidden[side])
 
 
-def _layer(place: str, layer: Any, hidden: int, c: TransformerConfig) -> Iterator[Any]:
-    names = ("cross_attention", "ff", "ffn.") if c.experts else ("encoder_attn", "final", "")
-    cross, norm, inside = names
-    yield from _norm(f"{place}.self_attn_layer_norm", layer.self_norm)
-    yield from _attention(f"{place}.self_attn", layer.self_attention)
-    if layer.cross_attention is not None:
-        yield from _norm(f"{place}.{cross}_layer_norm", layer.cross_norm)
-        yield from _attention(f"{place}.{cross}", layer.cross_attention)
-    yield from _norm(f"{place}.{norm}_layer_norm", layer.feed_forward_norm)
-    if layer.moe is None:
-        yield from _feed_forward(f"{place}.{inside}", layer.feed_forward, hidden)
-        return
-    yield f"{place}.ffn.router.classifier.weight", np.asarray(layer.moe.gate).T
-    experts = layer.moe.experts
-    for n in range(len(experts.wi)):
-        one = jax.tree.map(lambda leaf, n=n: leaf[n], experts)
-        yield from _feed_forward(f"{place}.ffn.experts.expert_{n}.", one, hidden)
+# Where a layer of the layout has gshard's arrays: its names, with `{}` for the number of an expert,
+# beside gshard's, with `{}` for the letter of a weight or bias.
+ROUTER = "ffn.router.classifier.weight"
 
 
-def _norm(place: str, norm: Any) -> Iterator[tuple[str, np.ndarray]]:
-    yield f"{place}.weight", norm.scale
-    yield f"{place}.bias", norm.bias
+def norms_of(c: TransformerConfig, side: str) -> Iterator[tuple[str, str]]:
+    """The normalizations of a layer."""
+    yield "self_norm", "self_attn_layer_norm"
+    if side == "decoder":
+        yield "cross_norm", f"{'cross_attention' if c.experts else 'encoder_attn'}_layer_norm"
+    yield "feed_forward_norm", f"{'ff' if c.experts else 'final'}_layer_norm"
 
 
-def _attention(place: str, attention: Any) -> Iterator[tuple[str, np.ndarray]]:
-    for name, w_MND in zip("qkv", (attention.wq, attention.wk, attention.wv), strict=True):
-        M = len(w_MND)
-        yield f"{place}.{name}_proj.weight", np.asarray(w_MND).reshape(M, -1).T
-        yield f"{place}.{name}_proj.bias", np.zeros(M)
-    M = attention.wo.shape[-1]
-    yield f"{place}.out_proj.weight", np.asarray(attention.wo).reshape(-1, M).T
-    yield f"{place}.out_proj.bias", np.zeros(M)
+def products_of(c: TransformerConfig, side: str, n: int) -> Iterator[tuple[str, str]]:
+    """The products of a layer: weights, there [outputs, inputs], and biases."""
+    attentions = [("self_attention", "self_attn")]
+    if side == "decoder":
+        attentions.append(("cross_attention", "cross_attention" if c.experts else "encoder_attn"))
+    for ours, theirs in attentions:
+        for letter, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "out_proj")):
+            yield f"{ours}.{{}}{letter}", f"{theirs}.{name}"
+    ours, theirs = "feed_forward", "ffn." if c.experts else ""
+    if has_experts(c, side, n):
+        ours, theirs = "moe.experts", "ffn.experts.expert_{}."
+    for letter, name in (("i", "fc1"), ("o", "fc2")):
+        yield f"{ours}.{{}}{letter}", f"{theirs}{name}"
 
 
-def _feed_forward(place: str, layer: Any, hidden: int) -> Iterator[tuple[str, np.ndarray]]:
-    wi_MH, wo_HM = np.asarray(layer.wi), np.asarray(layer.wo)
-    more = hidden - wi_MH.shape[1]
-    yield f"{place}fc1.weight", np.pad(wi_MH, ((0, 0), (0, more))).T
-    yield f"{place}fc1.bias", np.zeros(hidden)
-    yield f"{place}fc2.weight", np.pad(wo_HM, ((0, more), (0, 0))).T
-    yield f"{place}fc2.bias", np.zeros(wo_HM.shape[1])
+def _norm(place: str, ours: str, load: Callable[[str], Any]) -> Iterator[tuple[str, np.ndarray]]:
+    yield f"{place}.weight", load(f"{ours}.scale")
+    yield f"{place}.bias", load(f"{ours}.bias")
+
+
+def _product(place: str, array: np.ndarray, hidden: int) -> Iterator[tuple[str, np.ndarray]]:
+    """A weight as one of two dims, and a bias; a feed-forward layer's hidden dim has one size."""
+    if place.endswith("out_proj"):
+        array = array.reshape(-1, array.shape[-1])
+    matrix = array.reshape(len(array), -1)
+    if place.endswith("fc1"):
+        matrix = np.pad(matrix, ((0, 0), (0, hidden - matrix.shape[1])))
+    elif place.endswith("fc2"):
+        matrix = np.pad(matrix, ((0, hidden - len(matrix)), (0, 0)))
+    yield f"{place}.weight", matrix.T
+    yield f"{place}.bias", np.zeros(matrix.shape[1])
 
 
 def _hidden_dims(c: TransformerConfig) -> dict[str, int]:

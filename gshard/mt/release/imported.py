@@ -16,6 +16,7 @@ settings for Python (`load_import`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import START, SharedTokenizer, VocabularyConfig
 from gshard.mt.config import RunConfig, built, to_json
 from gshard.mt.errors import UserError
+from gshard.mt.release.exported import ROUTER, norms_of, products_of
 from gshard.mt.release.imported_files import (
     Tensors,
     read_json,
@@ -189,46 +191,40 @@ def _renamed(
     table = tensors.table(given["vocab_size"], c.model_dim)
     yield "source.table", table[: c.source_vocab]
     yield "target.table", table[-c.target_vocab :]
-    for side in ("encoder", "decoder"):
+    for side, count in (("encoder", c.encoder_layers), ("decoder", c.decoder_layers)):
         yield from _norm(f"{side}_norm", f"model.{side}.layer_norm", tensors, c)
-        count = c.encoder_layers if side == "encoder" else c.decoder_layers
         for n in range(count):
             into = f"{side}.{n // 2}.{'sparse' if n % 2 else 'dense'}"
-            yield from _layer(into, f"model.{side}.layers.{n}", side, n, given, tensors, c)
+            place = f"model.{side}.layers.{n}"
+            for ours, theirs in norms_of(c, side):
+                yield from _norm(f"{into}.{ours}", f"{place}.{theirs}", tensors, c)
+            if files.has_experts(c, side, n):
+                gate = tensors(f"{place}.{ROUTER}", c.experts, c.model_dim)
+                yield f"{into}.moe.gate", gate.T
+            hidden = given[f"{side}_ffn_dim"]
+            shapes = {"fc1": (hidden, c.model_dim), "fc2": (c.model_dim, hidden)}
+            for ours, theirs in products_of(c, side, n):
+                shape = shapes.get(theirs[-3:], (c.model_dim, c.model_dim))
+                for letter, kind, dims in (("w", "weight", shape), ("b", "bias", shape[:1])):
+                    name, known = ours.format(letter), f"{place}.{theirs}.{kind}"
+                    yield f"{into}.{name}", _product(name, known, dims, given, tensors, c)
 
 
-def _layer(
-    into: str,
+def _product(
+    name: str,
     place: str,
-    side: str,
-    n: int,
+    dims: tuple[int, ...],
     given: dict[str, Any],
     tensors: Tensors,
     c: TransformerConfig,
-) -> Iterator[tuple[str, np.ndarray]]:
-    sparse_kind = given["model_type"] == "nllb-moe"
-    cross, last, inside = (
-        ("cross_attention", "ff", "ffn.") if sparse_kind else ("encoder_attn", "final", "")
-    )
-    yield from _norm(f"{into}.self_norm", f"{place}.self_attn_layer_norm", tensors, c)
-    yield from _attention(f"{into}.self_attention", f"{place}.self_attn", tensors, c)
-    if side == "decoder":
-        yield from _norm(f"{into}.cross_norm", f"{place}.{cross}_layer_norm", tensors, c)
-        yield from _attention(f"{into}.cross_attention", f"{place}.{cross}", tensors, c)
-    yield from _norm(f"{into}.feed_forward_norm", f"{place}.{last}_layer_norm", tensors, c)
-    sizes = (c.model_dim, given[f"{side}_ffn_dim"])
-    here = c.experts and (side == "encoder" or c.experts_in == "both")
-    if not here or (n + 1) % c.experts_every:
-        yield from _two(f"{into}.feed_forward", f"{place}.{inside}", tensors, *sizes)
-        return
-    router = f"{place}.ffn.router.classifier.weight"
-    yield f"{into}.moe.gate", tensors(router, c.experts, c.model_dim).T
-    experts = (f"{place}.ffn.experts.expert_{e}." for e in range(c.experts))
-    each = [dict(_two("", expert, tensors, *sizes)) for expert in experts]
-    for name in each[0]:
-        # Training masks experts' results; afterwards each is made smaller by that share.
-        by = 1 - given["moe_token_dropout"] if name in (".wo", ".bo") else 1
-        yield f"{into}.moe.experts{name}", np.stack([one[name] for one in each]) * np.float32(by)
+) -> np.ndarray:
+    """The weight or the bias of a product, or of that of each expert."""
+    if "{}" not in place:
+        return tensors(place, *dims).T
+    # Training masks experts' results; afterwards each is made smaller by that share.
+    by = 1 - given["moe_token_dropout"] if name.endswith("o") else 1
+    each = [tensors(place.format(expert), *dims).T for expert in range(c.experts)]
+    return np.stack(each) * np.float32(by)
 
 
 def _norm(
@@ -238,30 +234,10 @@ def _norm(
     yield f"{into}.bias", tensors(f"{place}.bias", c.model_dim)
 
 
-def _attention(
-    into: str, place: str, tensors: Tensors, c: TransformerConfig
-) -> Iterator[tuple[str, np.ndarray]]:
-    M, heads = c.model_dim, (c.heads, c.key_dim)
-    for name in "qkv":
-        weight = tensors(f"{place}.{name}_proj.weight", M, M).T
-        yield f"{into}.w{name}", weight.reshape(M, *heads)
-        yield f"{into}.b{name}", tensors(f"{place}.{name}_proj.bias", M).reshape(heads)
-    yield f"{into}.wo", tensors(f"{place}.out_proj.weight", M, M).T.reshape(*heads, M)
-    yield f"{into}.bo", tensors(f"{place}.out_proj.bias", M)
-
-
-def _two(
-    into: str, place: str, tensors: Tensors, M: int, H: int
-) -> Iterator[tuple[str, np.ndarray]]:
-    for name, layer, shape in (("i", "fc1", (H, M)), ("o", "fc2", (M, H))):
-        yield f"{into}.w{name}", tensors(f"{place}{layer}.weight", *shape).T
-        yield f"{into}.b{name}", tensors(f"{place}{layer}.bias", shape[0])
-
-
 def _padded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """An array with zeros behind its hidden dim, for hidden values that are always zero."""
-    if array.shape == shape:
-        return array
+    """An array of this shape, with zeros behind its hidden dim, for values that are always zero."""
+    if array.size == math.prod(shape):
+        return array.reshape(shape)
     more = [(0, 0)] * len(shape)
     axis = _HIDDEN[name.rpartition(".")[2]]
     more[axis] = (0, shape[axis] - array.shape[axis])

@@ -22,10 +22,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -35,7 +35,9 @@ from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import FILES
 from gshard.mt.errors import UserError
 from gshard.mt.run import CONFIG, Run
+from gshard.nn.config import TransformerConfig
 
+T = TypeVar("T")
 WEIGHTS = "weights.safetensors"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8"}
 MOST = 127  # symmetric: -128 is not used
@@ -202,6 +204,26 @@ def _name(path: Any) -> str:
     import jax
 
     return jax.tree_util.keystr(path, simple=True, separator=".") or "value"
+
+
+def in_layer(
+    load: Callable[[str], T], c: TransformerConfig, side: str, n: int
+) -> Callable[[str], T]:
+    """The arrays of layer `n` of a stack by their names within it."""
+    kind = "sparse" if n % 2 else "dense"
+
+    def array(name: str) -> T:
+        if c.stacked:
+            return load(f"{side}.{kind}.{name}")[n // 2]  # type: ignore[index]
+        return load(f"{side}.{n // 2}.{kind}.{name}")
+
+    return array
+
+
+def has_experts(c: TransformerConfig, side: str, n: int) -> bool:
+    """Whether layer `n` of a stack has experts."""
+    placed = (n + 1) % c.experts_every == 0
+    return bool(placed and c.experts and (side == "encoder" or c.experts_in == "both"))
 
 
 CHECKSUMS = "checksums.json"

@@ -23,7 +23,7 @@ from gshard.mt.decoding import search as flat
 from gshard.mt.decoding.host.layers import HIDDEN, Cache, HostLayer, side_by_side
 from gshard.mt.decoding.host.products import OnnxGraph, OnnxOutput, Session, Weight
 from gshard.mt.decoding.texts import Choices, Routings, SearchJob, TextTranslator, TranslateConfig
-from gshard.mt.training.weights import Quantized
+from gshard.mt.training.weights import Quantized, has_experts, in_layer
 from gshard.nn.config import TransformerConfig
 
 Load = Callable[[str], Weight]  # a weight by its name in the model
@@ -195,21 +195,8 @@ def sinusoids(count: int, dim: int) -> np.ndarray:
 
 def _layers(load: Load, c: TransformerConfig, side: str, count: int) -> Iterator[HostLayer]:
     for n in range(count):
-        placed = (n + 1) % c.experts_every == 0
-        sparse = bool(placed and c.experts and (side == "encoder" or c.experts_in == "both"))
+        sparse = has_experts(c, side, n)
         yield HostLayer(in_layer(load, c, side, n), c, decoder=side == "decoder", sparse=sparse)
-
-
-def in_layer(load: Load, c: TransformerConfig, side: str, n: int) -> Load:
-    """The weights of layer `n` by their names within it."""
-    kind = "sparse" if n % 2 else "dense"
-
-    def weight(name: str) -> Weight:
-        if c.stacked:
-            return load(f"{side}.{kind}.{name}")[n // 2]
-        return load(f"{side}.{n // 2}.{kind}.{name}")
-
-    return weight
 
 
 def _memory(load: Load, c: TransformerConfig) -> Session:
