@@ -6,8 +6,8 @@ field; a value of another type, or a name that does not exist, is refused before
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from gshard.mt import atomic
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.errors import UserError, nearest
+from gshard.mt.typed import alternatives, built, described
 from gshard.nn.config import LARGEST, Count, Dropped, Positive, SettingBounds, TransformerConfig
 
 _INFINITE = float("inf")
@@ -172,65 +173,29 @@ def _replaced(config: Any, path: Sequence[str], value: Any) -> Any:
 
 def _parsed(text: str, kind: Any) -> Any:
     """A value of type `kind` from its text; a ValueError says what is allowed."""
-    if typing.get_origin(kind) is Annotated:  # bounds are for the configuration to check
-        kind = typing.get_args(kind)[0]
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        for part in parts:
-            try:
-                return _parsed(text, part)
-            except ValueError:
-                continue
-        raise ValueError(f"{text!r} is none of {', '.join(_described(part) for part in parts)}")
-    if origin is Literal:
-        for value in parts:
-            if text == str(value):
-                return value
-        raise ValueError(
-            f"{text!r} is none of {', '.join(map(str, parts))}{nearest(text, map(str, parts))}"
-        )
-    if origin is tuple:
-        return tuple(_parsed(piece, parts[0]) for piece in text.split(",") if piece)
-    if kind is type(None):
-        if text.lower() == "none":
-            return None
-    elif kind is bool:
-        if text.lower() in ("true", "yes", "1", "false", "no", "0"):
-            return text.lower() in ("true", "yes", "1")
-    elif kind is str:
-        return text
-    else:
-        try:
-            return kind(text.replace("_", ""))
-        except ValueError:
-            pass
-    raise ValueError(f"{text!r} is not {_described(kind)}")
+    for each in alternatives(kind):
+        with contextlib.suppress(ValueError):
+            return _as(text, each)
+    literals = [str(each) for each in alternatives(kind) if not isinstance(each, type)]
+    raise ValueError(f"{text!r} is not {described(kind)}{nearest(text, literals)}")
 
 
-def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value read from JSON is of a setting's type; whole numbers are numbers."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return any(_is_a(value, part) for part in parts)
-    if origin is Literal:
-        return value in parts
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_is_a(each, parts[0]) for each in value)
-    if kind in (int, float):
-        numbers = (int, float) if kind is float else (int,)
-        return isinstance(value, numbers) and not isinstance(value, bool)
-    return isinstance(value, kind)
+_BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def _described(kind: Any) -> str:
-    if typing.get_origin(kind) is Literal:
-        return ", ".join(map(str, typing.get_args(kind)))
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(_described(part) for part in typing.get_args(kind))
+def _as(text: str, kind: Any) -> Any:
     if typing.get_origin(kind) is tuple:
-        return f"a list, each {_described(typing.get_args(kind)[0])}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
-    return {str: "text", **words}.get(kind, getattr(kind, "__name__", str(kind)))
+        element = typing.get_args(kind)[0]
+        return tuple(_parsed(piece, element) for piece in text.split(",") if piece)
+    if kind in (int, float):
+        return kind(text.replace("_", ""))
+    if kind is str:
+        return text
+    known = {"none": None} if kind is type(None) else _BOOLS if kind is bool else {str(kind): kind}
+    plain = text.lower() if isinstance(kind, type) else text
+    if plain not in known:
+        raise ValueError(f"{text!r} is none of {', '.join(known)}")
+    return known[plain]
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:
@@ -249,30 +214,7 @@ def from_json(nested: dict[str, Any]) -> RunConfig:
     batch.pop("buckets", None)
     nested = {**nested, "batch": batch}
     filled = {**nested, "model": {**nested["model"], "source_vocab": 0, "target_vocab": 0}}
-    return built(RunConfig, filled, "")
-
-
-def built(kind: Any, nested: dict[str, Any], prefix: str) -> Any:
-    """A dataclass of settings from JSON; an error for a name or a value that it cannot have."""
-    hints = typing.get_type_hints(kind)
-    for name in nested:
-        if name not in hints:
-            raise UserError(f"no setting {prefix + name!r}{nearest(name, hints)}")
-    values = {}
-    for name, value in nested.items():
-        if dataclasses.is_dataclass(hints[name]):
-            if not isinstance(value, dict):
-                raise UserError(f"{prefix}{name} is {value!r}, and not a table of settings")
-            value = built(hints[name], value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            value = tuple(value)
-        if not _is_a(value, hints[name]):
-            raise UserError(f"{prefix}{name} is {value!r}, which is not {_described(hints[name])}")
-        values[name] = value
-    try:
-        return kind(**values)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{prefix.rstrip('.') or 'the configuration'}: {error}") from None
+    return built(RunConfig, filled)
 
 
 def read(path: Path) -> RunConfig:

@@ -45,10 +45,10 @@ def test_an_override_has_the_type_of_its_setting(assignment, value):
         ("optimizer.learningrate=1", "did you mean 'optimizer.learning_rate'"),
         ("trian.steps=1", "did you mean 'train.steps'"),
         ("model.experts=many", "'many' is not a whole number"),
-        ("model.gating.top_k=3", "none of 1, 2"),
-        ("model.dtype=float16", "none of float32, bfloat16"),
+        ("model.gating.top_k=3", "'3' is not 1 or 2"),
+        ("model.dtype=float16", "is not float32 or bfloat16; did you mean 'bfloat16'"),
         ("devices.split_update=maybe", "true or false"),
-        ("model.remat=sometimes", "none of"),
+        ("model.remat=sometimes", "is not none or layer"),
         ("model.encoder_layers=3", "layers come in pairs"),
         ("model.source_vocab=7", "no setting"),  # the vocabularies say how many
         ("steps", "name=value"),
@@ -144,7 +144,7 @@ def test_the_dense_preset_does_the_arithmetic_of_the_sparse_one():
         ("vocabulary.languages", "de", "vocabulary.languages is 'de', which is not a list"),
         ("model.gating", [], r"model.gating is \[\], and not a table of settings"),
         ("train.keep", 0, "train.keep is 0; it must be at least 1"),
-        ("optimizer.name", "sgd", "optimizer.name is 'sgd', which is not adafactor, adam"),
+        ("optimizer.name", "sgd", "optimizer.name is 'sgd', which is not adafactor or adam"),
     ],
 )
 def test_a_wrong_type_in_a_file_is_said_plainly(tmp_path, name, value, said):

@@ -10,15 +10,16 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 from gshard.mt import atomic
-from gshard.mt.errors import UserError, nearest
+from gshard.mt.errors import UserError, nearest, one_of
+from gshard.mt.typed import checked
 
-CLIENTS = ("pip", "apt", "npm", "apt-descriptions")
+Client = Literal["pip", "apt", "npm", "apt-descriptions"]
 # How each client's registry spells names: none begins with a dash, and none is a path.
 _NAMES = {
     "pip": re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"),
@@ -29,10 +30,10 @@ _NAMES = {
 _SIBLING = re.compile(r"(-l10n|-i18n|-help|-locale|-lang)-[a-z]{2,3}(-[a-z0-9]+)*$")
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+:~!_-]*")
 _OPTIONS = {"pip": ("--python-version", "--ignore-requires-python")}
-FORMATS = (
+Format = Literal[
     "catalogs", "json", "ini", "php", "js", "properties", "mozilla", "pak", "descriptions", "html",
     "html-ids", "docbook", "mallard",
-)  # fmt: skip
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,12 @@ class Reading:
     aside. A path begins with the name of its package.
     """
 
-    format: str
+    format: Format
     files: str = "**"
     english: str = "en"
     only: str = ""  # of keyed formats: a pattern that the key must match
     markup: str = ""  # "wikitext": unwrap it first
-    english_from_comment: bool = (
-        False  # Plone's catalogs: `#. Default: "English"`, msgid an identifier
-    )
+    english_from_comment: bool = False  # as `#. Default: "English"` in Plone's catalogs
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,12 @@ class Source:
     name: str
     packages: tuple[Package, ...]
     read: tuple[Reading, ...]
-    keep: tuple[str, ...]  # patterns of the files worth unpacking
+    keep: tuple[str, ...] = ("*",)  # patterns of the files worth unpacking
     together: bool = False
     licence: str = ""  # what the package itself does not say
-    split: str = ""  # "other" keeps a source out of training, as text of another domain
+    split: Literal["", "other"] = (
+        ""  # "other" keeps a source out of training, as text of another domain
+    )
     arguments: tuple[str, ...] = ()  # more arguments for the client
 
     def units(self) -> Iterator[Unit]:
@@ -176,16 +177,13 @@ def parse(text: str, name: str, inside: tuple[str, ...] = ()) -> Tier:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"tier {name}: {error}") from None
-    settings = {field.name for field in fields(Tier)} - {"name", "sources"}
-    _check(data, {"extends", "only", "source", *settings}, f"tier {name}")
-    try:
-        sources = [_source(entry, name) for entry in data.pop("source", [])]
-    except (TypeError, AttributeError) as error:
-        raise UserError(f"tier {name}: a source has a value of a wrong type: {error}") from None
-    data |= {key: _setting(key, data[key], name) for key in data.keys() & {"only", *settings}}
+    settings = {k: v for k, v in get_type_hints(Tier).items() if k not in ("name", "sources")}
+    written = {"extends": str, "only": tuple[str, ...], "source": tuple[dict[str, Any], ...]}
+    data = checked({**settings, **written}, data, f"tier {name}: ")
+    sources = [_source(entry, name) for entry in data.pop("source", ())]
     if parent := data.pop("extends", ""):
         # The parent's sources come first: gathering the larger tier keeps what the smaller kept.
-        base = load(str(parent), inside)
+        base = load(parent, inside)
         sources = [*base.sources, *sources]
         data = {key: getattr(base, key) for key in settings} | data
     if only := data.pop("only", ()):
@@ -203,72 +201,26 @@ def _chosen(sources: list[Source], only: set[str], tier: str) -> list[Source]:
     return [replace(source, packages=packages) for source, packages in pairs if packages]
 
 
-def _setting(key: str, value: Any, tier: str) -> Any:
-    """A setting of a tier, if it is of the right type."""
-    values = value if isinstance(value, list) else [value]
-    kinds, wanted = {int, float}, "a number"
-    if key in ("languages", "only"):
-        kinds, wanted = {str}, "a list of names"
-    elif key == "sample":
-        wanted = "a list of two numbers"
-    counts = {"languages": len(values), "only": len(values), "sample": 2}
-    is_list = isinstance(value, list) == (key in counts)
-    if not is_list or len(values) != counts.get(key, 1) or not {*map(type, values)} <= kinds:
-        raise UserError(f"tier {tier}: {key} is {value!r}, and not {wanted}")
-    return tuple(values) if key in counts else value
-
-
 def _source(entry: dict[str, Any], tier: str) -> Source:
-    where = f"tier {tier}, source {entry.get('name', '?')!r}"
-    known = {field.name for field in fields(Source)} | {"client"}
-    _check(entry, known, where)
-    for key in ("name", "client", "packages", "read"):
-        if key not in entry:
-            raise UserError(f"{where}: {key!r} is missing")
-    client = entry["client"]
-    _choice(client, CLIENTS, f"{where}: client")
-    _choice(entry.get("split", ""), ("", "other"), f"{where}: split")
-    packages = []
-    for text in entry["packages"]:
-        name, _, version = str(text).partition("==")
-        _spelling(name, _NAMES[client], f"{where}: package")
+    where = f"tier {tier}, source {entry.get('name', '?')!r}: "
+    kinds = {**get_type_hints(Source), "client": Client, "packages": tuple[str, ...]}
+    values = checked(kinds, entry, where, required=("name", "client", "packages", "read"))
+    client, packages = values.pop("client"), []
+    for text in values.pop("packages"):
+        name, _, version = text.partition("==")
+        _spelling(name, _NAMES[client], f"{where}package")
         if version:
-            _spelling(version, _VERSION, f"{where}: version of {name}")
+            _spelling(version, _VERSION, f"{where}version of {name}")
         packages.append(Package(client, name, version))
-    for argument in entry.get("arguments", ()):
-        if str(argument).startswith("-"):
-            _choice(argument, _OPTIONS.get(client, ()), f"{where}: argument")
+    for argument in values.get("arguments", ()):
+        if argument.startswith("-"):
+            one_of(f"{where}argument", argument, _OPTIONS.get(client, ()))
         else:
-            _spelling(argument, _VERSION, f"{where}: argument")
-    readings = []
-    for reading in entry["read"]:
-        _check(reading, {field.name for field in fields(Reading)}, where)
-        _choice(reading.get("format", ""), FORMATS, f"{where}: format")
-        readings.append(Reading(**reading))
-    return Source(
-        name=entry["name"],
-        packages=tuple(packages),
-        read=tuple(readings),
-        keep=tuple(entry.get("keep", ("*",))),
-        together=entry.get("together", False),
-        licence=entry.get("licence", ""),
-        split=entry.get("split", ""),
-        arguments=tuple(entry.get("arguments", ())),
-    )
+            _spelling(argument, _VERSION, f"{where}argument")
+    return Source(packages=tuple(packages), **values)
 
 
 def _spelling(text: str, pattern: re.Pattern[str], where: str) -> None:
     """Refuse what is no name: a client would take it for an option, a path or an address."""
-    if not pattern.fullmatch(str(text)):
+    if not pattern.fullmatch(text):
         raise UserError(f"{where} {text!r} is not a valid name")
-
-
-def _check(entry: dict[str, Any], known: set[str], where: str) -> None:
-    for key in entry:
-        if key not in known:
-            raise UserError(f"{where}: no setting {key!r}{nearest(key, known)}")
-
-
-def _choice(value: str, known: tuple[str, ...], where: str) -> None:
-    if value not in known:
-        raise UserError(f"{where} {value!r} is none of {', '.join(known)}{nearest(value, known)}")

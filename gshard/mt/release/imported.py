@@ -28,7 +28,7 @@ import numpy as np
 
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import START, SharedTokenizer, VocabularyConfig
-from gshard.mt.config import RunConfig, built, to_json
+from gshard.mt.config import RunConfig, to_json
 from gshard.mt.errors import UserError
 from gshard.mt.release.exported import ROUTER, norms_of, products_of
 from gshard.mt.release.imported_files import (
@@ -40,6 +40,7 @@ from gshard.mt.release.imported_files import (
 )
 from gshard.mt.run import CONFIG
 from gshard.mt.training import weights as files
+from gshard.mt.typed import built
 from gshard.nn.config import GatingConfig, TransformerConfig
 from gshard.nn.transformer import Transformer
 
@@ -93,7 +94,7 @@ def import_model(folder: Path, out: Path) -> Transformer:
 
 def load_import(folder: Path) -> Transformer:
     """What `import_model` wrote."""
-    config = built(TransformerConfig, read_json(folder / MODEL), "")
+    config = built(TransformerConfig, read_json(folder / MODEL))
     weights = files.WeightsFile(folder / files.WEIGHTS)
     like = eqx.filter_eval_shape(Transformer, config, jax.random.key(0))
     return files.unnamed({name: jnp.asarray(weights[name]) for name in files.named(like)}, like)

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import SharedTokenizer, Tokenizer, VocabularyConfig
-from gshard.mt.config import built
 from gshard.mt.errors import UserError
 from gshard.mt.release import exported
+from gshard.mt.typed import built
 from gshard.untrusted import read_bytes, refuse_special, short_repr
 
 _KINDS = ("m2m_100", "nllb-moe")

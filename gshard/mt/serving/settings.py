@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gshard.mt.errors import UserError
+from gshard.mt.typed import checked
 
 LOCAL = "127.0.0.1"
 Logs = Literal["none", "text", "json"]
@@ -101,7 +102,6 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-_FIELDS = {"name": str, "key": str, "per_minute": int}
 _SHORTEST = 8  # characters of a key
 TOKEN = "token"  # the name of the key that is in the page's address
 MOST = 10**9  # texts per minute, or of any other limit
@@ -124,10 +124,11 @@ def read_keys(path: Path) -> tuple[Key, ...]:
         raise UserError(f"no file {path} with keys") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    tables = found.get("key")
-    if set(found) != {"key"} or not isinstance(tables, list) or not tables:
-        raise UserError(f"{path}: keys are [[key]] tables, each with {', '.join(_FIELDS)}")
-    keys = tuple(_key(path, table) for table in tables)
+    keys: tuple[Key, ...] = checked({"key": tuple[Key, ...]}, found, f"{path}: ").get("key", ())
+    if not keys:
+        raise UserError(f"{path} has no keys: they are [[key]] tables with a name and a key")
+    for key in keys:
+        _refuse_weak(path, key)
     for what in ("name", "key"):
         values = [getattr(key, what) for key in keys]
         if twice := next((v for v in values if values.count(v) > 1), None):
@@ -136,24 +137,13 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     return keys
 
 
-def _key(path: Path, table: Any) -> Key:
-    allowed = ", ".join(_FIELDS)
-    if not isinstance(table, dict) or (unknown := set(table) - set(_FIELDS)):
-        named = f" unknown {', '.join(sorted(unknown))};" if isinstance(table, dict) else ""
-        raise UserError(f"{path}:{named} a key has {allowed}")
-    for name, kind in _FIELDS.items():
-        if name != "per_minute" and name not in table:
-            raise UserError(f"{path}: a key has no {name}; a key has {allowed}")
-        if name in table and type(table[name]) is not kind:
-            raise UserError(f"{path}: {name} is {table[name]!r}, and not of type {kind.__name__}")
-    key = Key(**table)
+def _refuse_weak(path: Path, key: Key) -> None:
     is_sent = key.key.isascii() and key.key.isprintable() and key.key.strip() == key.key
     if len(key.key) < _SHORTEST or not is_sent or not 0 <= key.per_minute <= MOST:
         raise UserError(
             f"{path}: {key.name!r} needs a key of {_SHORTEST} characters or more (of ASCII, as "
             f"headers are, without spaces around it), and a limit of 0 (none) to {MOST:,}"
         )
-    return key
 
 
 class ApiKeys:

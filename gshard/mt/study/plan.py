@@ -31,8 +31,8 @@ to which only these and the translations have to be copied for scoring.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -45,14 +45,13 @@ from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION, EvaluateConfig, System
 from gshard.mt.presets import PRESETS, preset
 from gshard.mt.run import read_metrics
+from gshard.mt.typed import checked
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 ENDLESS = 1_000_000_000  # steps of a run that a number of seconds ends
 _LENGTHS = ("steps", "tokens", "seconds", "seconds_of")
-_OTHERS = ("name", "preset", "seed", "settings", "goes_on_from", "teacher", "label")
-_OF_A_RUN = (*_LENGTHS, *_OTHERS)
 
 
 @dataclass(frozen=True)
@@ -111,16 +110,15 @@ def read_plan(path: str | Path) -> Study:
         raise UserError(f"no plan at {path}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not TOML: {error}") from None
-    known = ("corpus", "folder", "preset", "settings", "evaluate", "baselines", "compare", "runs")
-    _refuse_unknown(found, known, path, "")
-    runs, evaluate = tuple(_runs(found, path)), found.get("evaluate", {})
+    found = checked(_PLAN, found, f"{path}: ")
+    runs = tuple(_runs(found, path))
     plan = Study(
         path=path,
-        folder=path.parent / _text(found, "folder", path, path.stem),
+        folder=path.parent / found.get("folder", path.stem),
         runs=runs,
-        evaluate=EvaluateConfig(**_checked(evaluate, EvaluateConfig, path, "evaluate")),
+        evaluate=found.get("evaluate", EvaluateConfig()),
         baselines=_baselines(found["baselines"], path) if "baselines" in found else None,
-        compare=_compare(found.get("compare", []), path),
+        compare=found.get("compare", ()),
     )
     for run in runs:
         _check_order(plan, run)
@@ -132,20 +130,34 @@ def read_plan(path: str | Path) -> Study:
     return plan
 
 
+_TABLE = dict[str, Any]
+_PLAN = {
+    "corpus": str, "folder": str, "preset": str, "settings": _TABLE, "evaluate": EvaluateConfig,
+    "baselines": _TABLE, "compare": tuple[tuple[str, str], ...], "runs": tuple[_TABLE, ...],
+}  # fmt: skip
+_RUN = {
+    "name": str, "steps": int, "tokens": int, "seconds": float, "seconds_of": str, "preset": str,
+    "seed": int, "settings": _TABLE, "goes_on_from": str, "teacher": str, "label": str,
+}  # fmt: skip
+_BASELINES = {
+    "of": str, "steps": int, "fall": float, "sizes": tuple[Size, ...], "models": int, "seed": int,
+    "workers": int, "save_seconds": float,
+}  # fmt: skip
+
+
 def _runs(found: Mapping[str, Any], path: Path) -> Iterator[PlannedRun]:
-    entries = found.get("runs", [])
-    if not isinstance(entries, list) or not entries:
+    entries = found.get("runs")
+    if not entries:
         raise UserError(f"{path} plans no runs: each is a table [[runs]] with a name")
     names: set[str] = set()
     for entry in entries:
-        name = entry.get("name") if isinstance(entry, dict) else None
+        name = entry.get("name")
         if not isinstance(name, str) or not name or Path(name).name != name:
             raise UserError(f"{path}: the name of a run is {name!r}; it names its folder")
         if name in names:
             raise UserError(f"{path}: two runs are called {name!r}")
         names.add(name)
-        _refuse_unknown(entry, _OF_A_RUN, path, f"run {name!r}: ")
-        yield _run(found, entry, name, path)
+        yield _run(found, checked(_RUN, entry, f"{path}: run {name!r}: "), name, path)
 
 
 def _run(found: Mapping[str, Any], entry: Mapping[str, Any], name: str, path: Path) -> PlannedRun:
@@ -157,12 +169,10 @@ def _run(found: Mapping[str, Any], entry: Mapping[str, Any], name: str, path: Pa
         )
     (length,) = given
     value = entry[length]
-    if (length == "seconds_of") != isinstance(value, str) or (
-        not isinstance(value, str) and (isinstance(value, bool) or not value > 0)
-    ):
+    if not isinstance(value, str) and not value > 0:
         raise UserError(f"{path}: run {name!r}: {length} = {value!r}")
-    corpus = path.parent / _text(found, "corpus", path, "corpus")
-    base = _base(_text(entry, "preset", path, _text(found, "preset", path, "tiny")), path)
+    corpus = path.parent / found.get("corpus", "corpus")
+    base = _base(entry.get("preset", found.get("preset", "tiny")), path)
     settings = [f"name={name}", f"data.corpus={corpus}"]
     settings += assignments(found.get("settings", {}))
     settings += assignments(entry.get("settings", {}))
@@ -220,45 +230,13 @@ def _check_order(plan: Study, run: PlannedRun) -> None:
 
 
 def _baselines(table: Mapping[str, Any], path: Path) -> PlannedBaselines:
-    settings = ("models", "seed", "workers", "save_seconds")
-    known = ("of", "steps", "fall", "sizes", *settings)
-    _refuse_unknown(table, known, path, "baselines: ")
-    if not isinstance(table.get("of"), str):
-        raise UserError(f"{path}: baselines need `of`, the run whose vocabulary they share")
-    sizes: tuple[Size, ...] = SIZES
-    if "sizes" in table:
-        each = (Size(**_checked(size, Size, path, "baselines.sizes")) for size in table["sizes"])
-        sizes = tuple(sorted(each, key=lambda size: -size.pairs))
-        if not sizes or sizes[-1].pairs:
-            raise UserError(f"{path}: one of the baselines' sizes must be for 0 pairs and more")
-    config = of_steps(table.get("steps", BaselineConfig().steps), table.get("fall", 0.0))
-    more = {name: table[name] for name in settings if name in table}
-    return PlannedBaselines(table["of"], replace(config, sizes=sizes, **more))
-
-
-def _compare(pairs: Any, path: Path) -> tuple[tuple[str, str], ...]:
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise UserError(f"{path}: compare is a list of pairs of runs")
-    return tuple((str(a), str(b)) for a, b in pairs)
-
-
-def _checked(table: Mapping[str, Any], kind: Any, path: Path, where: str) -> dict[str, Any]:
-    """The values of a table that become the fields of `kind`."""
-    _refuse_unknown(table, [each.name for each in fields(kind)], path, f"{where}: ")
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in table.items()}
-
-
-def _refuse_unknown(table: Mapping[str, Any], known: Sequence[str], path: Path, where: str) -> None:
-    for name in table:
-        if name not in known:
-            raise UserError(f"{path}: {where}no entry {name!r}{nearest(name, known)}")
-
-
-def _text(table: Mapping[str, Any], name: str, path: Path, usual: str) -> str:
-    value = table.get(name, usual)
-    if not isinstance(value, str):
-        raise UserError(f"{path}: {name} is {value!r}, which is not text")
-    return value
+    found = checked(_BASELINES, table, f"{path}: baselines: ", required=("of",))
+    of, sizes = found.pop("of"), found.pop("sizes", SIZES)
+    sizes = tuple(sorted(sizes, key=lambda size: -size.pairs))
+    if not sizes or sizes[-1].pairs:
+        raise UserError(f"{path}: one of the baselines' sizes must be for 0 pairs and more")
+    config = of_steps(found.pop("steps", BaselineConfig().steps), found.pop("fall", 0.0))
+    return PlannedBaselines(of, replace(config, sizes=sizes, **found))
 
 
 Stage = Literal["waiting", "begun", "trained", "translated", "scored"]

@@ -247,7 +247,7 @@ def test_what_is_no_name_of_a_package_is_refused(client, package):
         tiers.parse(text, "mine")
     if client == "pip":
         option = text.replace(package, "app") + 'arguments = ["--index-url"]'
-        with pytest.raises(UserError, match="'--index-url' is none of --python-version"):
+        with pytest.raises(UserError, match="argument '--index-url'; allowed are --python-version"):
             tiers.parse(option, "mine")
 
 

@@ -96,7 +96,7 @@ def test_a_plan_says_what_each_run_is(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("steps = 30", "step = 30", "no entry 'step'; did you mean 'steps'"),
+        ("steps = 30", "step = 30", "no setting 'step'; did you mean 'steps'"),
         ("steps = 30", "", "no length"),
         ("steps = 30", "steps = 30\nseconds = 4", "steps and seconds"),
         ("steps = 30", "steps = -3", "steps = -3"),
@@ -110,7 +110,7 @@ def test_a_plan_says_what_each_run_is(tmp_path):
         ("model_dim = 64", 'model_dim = "wide"', "not a whole number"),
         ("sentences = 12", "sentence = 12", "did you mean 'sentences'"),
         ("pairs = 0", "pairs = 5", "for 0 pairs"),
-        ('[["moe", "dense"]]', '[["moe"]]', "pairs of runs"),
+        ('[["moe", "dense"]]', '[["moe"]]', "not a list of 2, each text"),
         ('preset = "tiny"', 'preset = "tinny"', "did you mean 'tiny'"),
     ],
 )
