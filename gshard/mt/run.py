@@ -113,14 +113,9 @@ class Run:
         return weight_shapes(self.model_config)
 
     def make_vocabulary(self) -> None:
-        """Train the vocabularies, or take the finished ones that the configuration names."""
-        place = self.folder / "vocabulary"
-        if place.is_dir():
-            return
-        if finished := self.config.data.vocabulary:
-            Tokenizer.load(finished).save(place)
-        else:
-            train_tokenizer(self.corpus, self.config.vocabulary).save(place)
+        """Make its vocabularies, unless they are there."""
+        if not (self.folder / "vocabulary").is_dir():
+            make_vocabulary(self.config, self.folder / "vocabulary")
 
     def tokens(
         self, split: str = "train", step: Advance | None = None, verify: bool = False
@@ -139,6 +134,16 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """What was logged."""
         return read_metrics(self.folder)
+
+
+def make_vocabulary(config: RunConfig, place: Path) -> None:
+    """Train vocabularies, or take the finished ones that a configuration names."""
+    from gshard.mt.data.corpus import Corpus
+
+    if finished := config.data.vocabulary:
+        Tokenizer.load(finished).save(place)
+    else:
+        train_tokenizer(Corpus.open(config.data.corpus), config.vocabulary).save(place)
 
 
 def _done(folder: Path) -> int:

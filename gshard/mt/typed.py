@@ -47,7 +47,8 @@ def is_a(value: Any, kind: Any) -> bool:
     def fits(each: Any) -> bool:
         origin, parts = typing.get_origin(each), typing.get_args(each)
         if origin is tuple:
-            if not isinstance(value, tuple) or parts[-1] is not ... and len(parts) != len(value):
+            fixed = parts[-1] is not ...
+            if not isinstance(value, tuple) or (fixed and len(parts) != len(value)):
                 return False
             return all(is_a(x, parts[0]) for x in value)
         if each in (int, float):

@@ -37,7 +37,7 @@ def test_lists_and_tables_become_tuples_and_dataclasses():
         ({"inner": [{"word": "on"}]}, "inner.word is 'on', which is not one or two; did you mean"),
         ({"inner": [], "outer": 1}, "here: no setting 'outer'"),
         ({"inner": [], "pair": [1.0]}, "pair is .*, which is not a list of 2, each a number"),
-        ({"inner": [], "pair": [True, 1]}, "which is not a list of 2"),
+        ({"inner": [], "pair": [True, 1]}, "pair is True, which is not a number"),
         ({"inner": [], "table": 5}, "table is 5, which is not a table or none"),
     ],
 )

@@ -13,7 +13,7 @@ import hashlib
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +22,7 @@ import numpy as np
 import sentencepiece
 
 from gshard.mt import atomic
-from gshard.mt.errors import UserError, nearest
+from gshard.mt.errors import UserError, nearest, one_of
 from gshard.nn.config import Count, SettingBounds
 
 if TYPE_CHECKING:
@@ -48,11 +48,7 @@ class VocabularyConfig:
     languages: tuple[str, ...] = ()  # all, unless named
 
     def __post_init__(self) -> None:
-        if self.directions not in DIRECTIONS:
-            raise UserError(
-                f"directions {self.directions!r} is none of {', '.join(DIRECTIONS)}"
-                f"{nearest(self.directions, DIRECTIONS)}"
-            )
+        one_of("directions", self.directions, DIRECTIONS)
 
 
 @dataclass(frozen=True)
@@ -195,10 +191,6 @@ class Tokenizer:
             ids = ids[: ids.index(END)] if END in ids else ids
             cut.append([i for i in ids if i not in (PAD, START)])
         return [str(text) for text in self._target.decode(cut)]
-
-    def source_pieces(self, text: str) -> list[str]:
-        """The pieces of a source sentence, for people to look at."""
-        return [str(piece) for piece in self._source.encode(text, out_type=str)]
 
     def spell_source(self, ids: Iterable[int]) -> list[str]:
         """The piece, tag or symbol of each source id."""
@@ -356,13 +348,10 @@ def _sample(corpus: Corpus, config: VocabularyConfig) -> tuple[list[str], list[s
 
 
 def _train(texts: Sequence[str], size: int, normalisation: str, tags: list[str]) -> bytes:
-    def lines() -> Iterator[str]:
-        return (text for text in texts if text)
-
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(),
+            sentence_iterator=filter(None, texts),
             model_writer=model,
             model_type="unigram",
             vocab_size=size,

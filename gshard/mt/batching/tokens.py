@@ -6,6 +6,7 @@ tokenized while the device waits. A host touches only the pages of the sentences
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,12 @@ class Side:
 
     def __len__(self) -> int:
         return len(self.ends) - 1
+
+    @staticmethod
+    def of(sentences: Sequence[Sequence[int]], kind: Any = np.uint32) -> Side:
+        """Sentences in memory, their ids of some type."""
+        ids = np.fromiter(itertools.chain.from_iterable(sentences), kind)
+        return Side(ids, np.cumsum([0, *map(len, sentences)], dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -100,28 +107,25 @@ def in_memory(
     tokenizer: Tokenizer, task: Task, sources: Sequence[str], targets: Sequence[str]
 ) -> TaskTokens:
     """Sentence pairs of a task as ids in memory: for a few sentences, and one process."""
-    sides = []
-    for sequences in (
-        tokenizer.encode_source(sources, task.target),
-        tokenizer.encode_target(targets),
-    ):
-        ids = np.fromiter((i for sequence in sequences for i in sequence), np.uint32)
-        ends = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
-        sides.append(Side(ids, ends))
-    english = targets if task.target == "en" else sources
-    words = np.array([min(255, len(text.split())) for text in english], np.uint8)
-    return TaskTokens(task, sides[0], sides[1], words, Path())
+    source = Side.of(tokenizer.encode_source(sources, task.target))
+    target = Side.of(tokenizer.encode_target(targets))
+    words = _count_words(targets if task.target == "en" else sources)
+    return TaskTokens(task, source, target, words, Path())
 
 
 def some_of(tokens: TaskTokens, examples: np.ndarray) -> TaskTokens:
     """Only these examples of a task, in memory."""
     sides = []
     for side in (tokens.source, tokens.target):
-        pieces = [side[i] for i in examples]
-        ends = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-        sides.append(Side(np.concatenate(pieces) if pieces else side.ids[:0], ends))
+        pieces = [side.ids[:0], *(side[i] for i in examples)]
+        ends = np.cumsum([0, *map(len, pieces[1:])], dtype=np.int64)
+        sides.append(Side(np.concatenate(pieces), ends))
     words = np.asarray(tokens.english_words)[examples]
     return TaskTokens(tokens.task, sides[0], sides[1], words, Path())
+
+
+def _count_words(texts: Sequence[str]) -> np.ndarray:
+    return np.array([min(255, len(text.split())) for text in texts], np.uint8)
 
 
 def _good(place: Path, wanted: dict[str, str], verify: bool) -> bool:
@@ -158,15 +162,12 @@ def _encode(
     with atomic.new_folder(place) as part:
         for name, texts in (("source", source), ("target", target)):
             small = np.uint16 if sizes[name] <= 1 << 16 else np.uint32
-            pieces, lengths = [], []
-            for start in range(0, len(texts), _CHUNK):
-                sequences = encode[name](texts[start : start + _CHUNK])
-                lengths += [len(ids) for ids in sequences]
-                pieces.append(np.fromiter((i for ids in sequences for i in ids), small))
-            _save(part / f"{name}.npy", np.concatenate(pieces))
+            chunks = (texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK))
+            sides = [Side.of(encode[name](chunk), small) for chunk in chunks]
+            lengths = np.concatenate([side.lengths for side in sides])
+            _save(part / f"{name}.npy", np.concatenate([side.ids for side in sides]))
             _save(part / f"{name}_ends.npy", np.cumsum([0, *lengths], dtype=np.int64))
-        words = [min(255, len(text.split())) for text in english]
-        _save(part / "words.npy", np.array(words, np.uint8))
+        _save(part / "words.npy", _count_words(english))
         files = {path.name: atomic.checksum(path) for path in sorted(part.iterdir())}
         atomic.write_json(part / _NOTE, {**note, "files": files})
 

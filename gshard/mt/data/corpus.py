@@ -87,18 +87,20 @@ class Corpus:
         A file that is not the one that was gathered is an error, not other text.
         """
         path = self.path(language, split)
-        expected = self.manifest["languages"][language][split]["sha256"]
+        if why := self._problem(language, split):
+            raise UserError(f"{why}; gather the corpus again")
         try:
-            if atomic.checksum(path) != expected:
-                raise UserError(
-                    f"{path} is not the file that was gathered (its checksum differs); "
-                    "gather the corpus again"
-                )
             return pq.read_table(path, columns=columns)
-        except FileNotFoundError:
-            raise UserError(f"{path} is missing; gather the corpus again") from None
         except pa.ArrowInvalid as error:
             raise UserError(f"{path} is damaged ({error}); gather the corpus again") from None
+
+    def _problem(self, language: str, split: str) -> str:
+        """What is wrong with a file by the manifest's checksum, or ""."""
+        path = self.path(language, split)
+        if not path.is_file():
+            return f"{path} is missing"
+        same = atomic.checksum(path) == self.manifest["languages"][language][split]["sha256"]
+        return "" if same else f"{path} is not the file that was gathered (its checksum differs)"
 
     def pairs(self, language: str, split: str = "train") -> Iterator[tuple[str, str]]:
         """(source, English) of a language and split, one by one."""
@@ -115,15 +117,9 @@ class Corpus:
 
     def verify(self) -> list[str]:
         """What differs from the manifest's checksums: one line for each bad file."""
-        bad = []
-        for language, splits in self.manifest["languages"].items():
-            for split, entry in splits.items():
-                path = self.path(language, split)
-                if not path.is_file():
-                    bad.append(f"{path} is missing")
-                elif atomic.checksum(path) != entry["sha256"]:
-                    bad.append(f"{path} is not the file that was gathered")
-        return bad
+        everything = self.manifest["languages"].items()
+        found = (self._problem(language, split) for language, each in everything for split in each)
+        return list(filter(None, found))
 
 
 def write_rows(

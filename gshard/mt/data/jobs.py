@@ -13,7 +13,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -107,30 +107,25 @@ def read_and_clean(job: CleaningJob) -> Cleaned:
         problems.append(fetch.Skipped(path, why))
 
     pairs = 0
-    with atomic.new_file(job.target) as part:
-        writer = pq.ParquetWriter(part, SCHEMA, compression="zstd")
-        try:
-            columns: list[list[str]] = [[] for _ in SCHEMA]
-            for row in _rows(job, dropped, report):
-                for column, cell in zip(columns, row, strict=True):
-                    column.append(cell)
-                pairs += 1
-                if len(columns[0]) >= _ROWS:
-                    writer.write_table(pa.table(columns, SCHEMA))
-                    columns = [[] for _ in SCHEMA]
-            writer.write_table(pa.table(columns, SCHEMA))
-            note = {
-                "digest": job.digest,
-                "pairs": pairs,
-                "dropped": dict(dropped),
-                "problems": [{"what": p.what, "why": p.why} for p in problems],
-            }
-            writer.add_key_value_metadata({_KEY: json.dumps(note).encode()})
-        finally:
-            writer.close()
+    with (
+        atomic.new_file(job.target) as part,
+        pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer,
+    ):
+        columns: list[list[str]] = [[] for _ in SCHEMA]
+        for row in _rows(job, dropped, report):
+            for column, cell in zip(columns, row, strict=True):
+                column.append(cell)
+            pairs += 1
+            if len(columns[0]) >= _ROWS:
+                writer.write_table(pa.table(columns, SCHEMA))
+                columns = [[] for _ in SCHEMA]
+        writer.write_table(pa.table(columns, SCHEMA))
+        found = Cleaned(job.name, pairs, dict(dropped), tuple(problems))
+        note = json.dumps({**asdict(found), "digest": job.digest})
+        writer.add_key_value_metadata({_KEY: note.encode()})
     with atomic.new_file(_checksum(job)) as part:
         part.write_text(atomic.checksum(job.target) + "\n", encoding="utf-8")
-    return Cleaned(job.name, pairs, dict(dropped), tuple(problems))
+    return found
 
 
 Cells = tuple[str, str, str, str, str]

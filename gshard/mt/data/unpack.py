@@ -16,7 +16,6 @@ import fnmatch
 import functools
 import gzip
 import json
-import os
 import re
 import stat
 import subprocess
@@ -241,7 +240,7 @@ class Files:
         self._places: dict[str, tuple[Path, str, str]] = {}
         self.broken: list[tuple[str, str]] = []
         for name, root in roots.items():
-            for place in sorted(_files(root)):
+            for place in sorted(p for p in root.rglob("*") if not p.is_dir()):
                 path = f"{name}/{place.relative_to(root).as_posix()}"
                 if why := _not_a_file(place):
                     self.broken.append((path, why))
@@ -284,10 +283,7 @@ class Files:
         else:
             file = place.open("rb")
         with file, _COMPRESSED[suffix](file) if suffix else file as unpacked:
-            data = unpacked.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"it unpacks to more than {MAX_BYTES >> 20} MB")
-        return data
+            return _read_at_most(unpacked, path)
 
 
 def _not_a_file(place: Path) -> str:
@@ -297,9 +293,3 @@ def _not_a_file(place: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)  # a link that leads nowhere, say
     return "" if stat.S_ISREG(mode) else "it is not a regular file"
-
-
-def _files(root: Path) -> Iterator[Path]:
-    for folder, _, names in os.walk(root):
-        for name in names:
-            yield Path(folder, name)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gshard.mt import atomic
 from gshard.mt.data.splits import fingerprint
+from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation import copier
 from gshard.mt.evaluation import scores as scoring
@@ -26,7 +27,6 @@ from gshard.mt.evaluation import store as stored
 from gshard.mt.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from gshard.mt.decoding.texts import TranslateConfig
     from gshard.mt.run import Run
     from gshard.nn.transformer import Transformer
 
@@ -51,13 +51,7 @@ class EvaluateConfig:
     shortest: int = 16  # source tokens of the smallest program, of twice that the next, ...
 
     def __post_init__(self) -> None:
-        # The search refuses the same, but only when there is something to translate.
-        if not 1 <= self.beam <= 1 << 16:
-            raise UserError(f"a beam of {self.beam} is out of range; 1 is greedy search")
-        if not 0 <= self.alpha <= 10:  # nor is it nan
-            raise UserError(
-                f"alpha is {self.alpha}; it must be from 0, which favours short sentences, to 10"
-            )
+        TranslateConfig(self.beam, alpha=self.alpha)  # the search refuses the same, but only later
         if self.examples < 0:
             raise UserError(f"{self.examples} examples cannot be shown")
 
@@ -229,8 +223,6 @@ def examples(
 def search_of(run: Run, config: EvaluateConfig) -> TranslateConfig:
     """How the run and its baselines are searched; nothing longer than what they have seen."""
     import jax
-
-    from gshard.mt.decoding.texts import TranslateConfig
 
     rows = config.rows or (32 if jax.default_backend() == "cpu" else 128)
     longest = config.longest or max(run.config.batch.source_length, 16)

@@ -228,6 +228,4 @@ def _best(hypotheses: Sequence[Any]) -> Translation:
 
 def folder_of(run: Path, system: str, split: str, beam: int, alpha: float) -> Path:
     """Where the translations of one system and setting are."""
-    if beam < 1:
-        raise UserError(f"a beam of {beam} is too small; 1 is greedy search")
     return run / "translations" / f"{system}-{split}-beam-{beam}-alpha-{alpha:g}"

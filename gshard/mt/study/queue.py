@@ -20,9 +20,7 @@ from typing import Any
 from gshard.mt import atomic, hosts
 from gshard.mt.atomic import known_object, locked
 from gshard.mt.batching.batches import Batches
-from gshard.mt.batching.tokenizer import Tokenizer, train_tokenizer
 from gshard.mt.config import DeviceConfig, RunConfig
-from gshard.mt.data.corpus import Corpus
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.baselines import evaluate_baselines, translate_baselines
@@ -30,7 +28,7 @@ from gshard.mt.evaluation.evaluate import evaluate, loads_of, search_of, transla
 from gshard.mt.evaluation.store import AnyTranslator, held_out, tasks_of
 from gshard.mt.evaluation.systems import system_of
 from gshard.mt.progress import Progress, TrainingProgress
-from gshard.mt.run import ID, METRICS, Run
+from gshard.mt.run import ID, METRICS, Run, make_vocabulary
 from gshard.mt.study.compile_ahead import BASELINES, compile_ahead
 from gshard.mt.study.plan import (
     BASELINES_TRANSLATED,
@@ -73,11 +71,7 @@ def configured(plan: Study, planned: PlannedRun) -> RunConfig:
         )
     place = plan.folder / "vocabulary"
     if not place.is_dir():
-        if config.data.vocabulary:
-            Tokenizer.load(config.data.vocabulary).save(place)
-        else:
-            corpus = Corpus.open(config.data.corpus)
-            train_tokenizer(corpus, config.vocabulary).save(place)
+        make_vocabulary(config, place)
     data = dataclasses.replace(config.data, vocabulary=str(place))
     distill = config.distill
     if planned.teacher:

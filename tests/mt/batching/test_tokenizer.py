@@ -77,7 +77,7 @@ def test_into_english_only_there_are_no_tags(corpus):
     config = VocabularyConfig(600, 500, languages=("de", "fr"))
     tokenizer = train_tokenizer(corpus, config)
     assert tokenizer.tasks == (Task("de", "en"), Task("fr", "en"))
-    pieces = tokenizer.source_pieces(translated(5))
+    pieces = tokenizer._source.encode(translated(5), out_type=str)
     (ids,) = tokenizer.encode_source([translated(5)])
     assert len(ids) == len(pieces) + 1
 

@@ -26,7 +26,7 @@ def test_the_same_tokens_and_scores(stacked, tokenizer, tmp_path):
     settings = TranslateConfig(beam=1, alpha=0.0, rows=16, longest=24, most=10)
     ours = Translator(model, tokenizer, config=settings).translate(texts, "de")
     theirs = ctranslate2.Translator(str(tmp_path / "out"), intra_threads=1)
-    pieces = [["<2de>", *tokenizer.source_pieces(text)] for text in texts]
+    pieces = [["<2de>", *tokenizer._source.encode(text, out_type=str)] for text in texts]
     found = theirs.translate_batch(
         pieces, beam_size=1, max_decoding_length=9, suppress_sequences=[["<pad>"], ["<s>"]],
         disable_unk=True, return_scores=True,

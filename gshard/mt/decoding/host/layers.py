@@ -9,7 +9,7 @@ positions of a cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,17 +90,13 @@ class HostLayer:
 
     def __init__(self, weights: Weights, c: TransformerConfig, *, decoder: bool, sparse: bool):
         self.own = _projections(weights, c)  # queries, keys and values of self-attention
-        self._feed_forward: Session | None = None
-        self._experts: HostExperts | None = None
-        if sparse:
-            self._experts = HostExperts(weights, c, decoder=decoder)
-        else:
-            self._feed_forward = _feed_forward(weights, c, decoder=decoder)
+        make = HostExperts if sparse else _feed_forward
+        self._last: HostExperts | Session = make(weights, c, decoder=decoder)
 
     def record(self, listener: Listener | None) -> None:
         """Have the choices of a router told to `listener`, or to nobody again."""
-        if self._experts is not None:
-            self._experts.listener = listener
+        if isinstance(self._last, HostExperts):
+            self._last.listener = listener
 
     def finish(self, *inputs: np.ndarray) -> np.ndarray:
         """The rows after the attentions and the feed-forward layer.
@@ -108,10 +104,7 @@ class HostLayer:
         The inputs are the rows, the queries, and what `_attention` reads: of the encoder's layers
         once, and the places of the rows among the queries; of the decoder's for both attentions.
         """
-        if self._experts is not None:
-            return self._experts(*inputs)
-        assert self._feed_forward is not None
-        (x_RM,) = self._feed_forward(*inputs)
+        (x_RM,) = self._last(*inputs)
         return x_RM
 
 
@@ -138,7 +131,7 @@ class HostExperts:
         found = [weights(f"moe.experts.{leaf}") for leaf in leaves]
         self._each = [_expert(*(leaf[n] for leaf in found)) for n in range(c.experts)]
 
-    def __call__(self, *inputs: np.ndarray) -> np.ndarray:
+    def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """The rows after the attentions and the experts, from the inputs of `HostLayer.finish`."""
         x_RM, expert_RC, weight_RC, *read = self._before(*inputs)
         if self.listener is not None:
@@ -158,7 +151,7 @@ class HostExperts:
         y_RCM *= weight_RC[:, :, None]
         for choice in range(expert_RC.shape[1]):
             x_RM += y_RCM[:, choice]
-        return x_RM
+        return (x_RM,)
 
 
 def choices(graph: OnnxGraph, logits: str, top_k: int) -> tuple[str, str]:
