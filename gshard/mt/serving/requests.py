@@ -27,7 +27,7 @@ from gshard.mt.serving.service import RefusedError
 
 T = TypeVar("T")
 _READING = 20.0  # seconds that a request may take to arrive
-_JSON = "application/json"
+JSON = "application/json"
 _MULTIPART = "multipart/form-data"
 _FORMS = ("application/x-www-form-urlencoded", _MULTIPART)
 _PARTS = 1_000  # of a form
@@ -59,28 +59,21 @@ async def _left(request: Request) -> None:
         pass
 
 
-def kind_of(request: Request) -> str:
-    """The type of the body, as its sender says."""
-    return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-
-
-async def read_json(request: Request, most: int) -> Any:
-    """The JSON that was sent. It must say that it is: no form on another site can."""
-    kind = kind_of(request)
-    if kind != _JSON:
-        raise RefusedError(415, f"the request is {kind or 'of no type'}, not {_JSON}")
-    return _parsed(await _body(request, most))
-
-
-async def read_object(request: Request, most: int) -> dict[str, Any]:
+async def read_object(
+    request: Request, most: int, allowed: tuple[str, ...] = (JSON, *_FORMS)
+) -> dict[str, Any]:
     """The fields that were sent, as JSON or as a form; a text that comes twice is a list."""
-    kind = kind_of(request)
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if kind not in allowed:
+        known = ", ".join(allowed)
+        raise RefusedError(415, f"the request is {kind or 'of no type'}; allowed are {known}")
+    body = await _body(request, most)
     if kind in _FORMS:
-        return await _form(request, await _body(request, most))
-    if kind != _JSON:
-        allowed = ", ".join((_JSON, *_FORMS))
-        raise RefusedError(415, f"the request is {kind or 'of no type'}; allowed are {allowed}")
-    found = _parsed(await _body(request, most))
+        return await _form(request, body)
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, f"the request is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise RefusedError(400, 'the request is no JSON object such as {"q": "..."}')
     return found
@@ -97,13 +90,6 @@ async def _body(request: Request, most: int) -> bytes:
     except TimeoutError:
         raise RefusedError(408, "the request did not arrive in time") from None
     return body
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(400, f"the request is no JSON: {error}") from None
 
 
 async def _form(request: Request, body: bytes) -> dict[str, Any]:
@@ -215,6 +201,11 @@ FILE = (
     API_KEY,
 )
 DETECT = (Q_ONE, API_KEY)
+PAGE = (  # what the server's own page sends
+    Field("text", "string", "the text"),
+    Field("target", "string", "the language to translate into", ""),
+    Field("source", "string", "the language of the text", ""),
+)
 LANGUAGES = (API_KEY,)
 
 

@@ -44,10 +44,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gshard.mt.decoding.detect import Detector
 from gshard.mt.errors import UserError
-from gshard.mt.serving import openapi
+from gshard.mt.serving import openapi, requests
 from gshard.mt.serving.api import Api
 from gshard.mt.serving.observing import Observed, start_logs
-from gshard.mt.serving.requests import answered, read_json
 from gshard.mt.serving.service import LONGEST, SECONDS, RefusedError, Service, log
 from gshard.mt.serving.settings import LOCAL, TOKEN, ApiKeys, Key, Settings, is_local
 
@@ -297,8 +296,11 @@ def _pages(service: Service, token: str) -> tuple[str, list[Route]]:
     page = html.replace("/* page.js */", script)
 
     async def translate(request: Request) -> Response:
-        asked = await read_json(request, _PAGE_BODY)
-        return JSONResponse(await answered(request, await asyncio.to_thread(service.submit, asked)))
+        given = await requests.read_object(request, _PAGE_BODY, (requests.JSON,))
+        asked = requests.read(requests.PAGE, given)  # JSON: no form on another site can send it
+        return JSONResponse(
+            await requests.answered(request, await asyncio.to_thread(service.submit, asked))
+        )
 
     return page, [
         Route("/favicon.ico", _always(lambda: Response(status_code=204))),

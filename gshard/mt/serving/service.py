@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,13 +147,9 @@ class Service:
         """Whether requests are still being answered."""
         return self._worker.is_alive()
 
-    def translate(self, request: Any) -> dict[str, Any]:
-        """The answer to a request; for callers that can wait."""
-        return self.submit(request).result()
-
-    def submit(self, request: Any) -> Future[dict[str, Any]]:
-        """Put a request into the queue; cancelling the result takes it out again."""
-        return self._queue(self._checked(request))
+    def submit(self, given: Mapping[str, str]) -> Future[dict[str, Any]]:
+        """Put a request of the page into the queue; cancelling the result takes it out again."""
+        return self._queue(self._checked(**given))
 
     def submit_pieces(
         self, pieces: list[str], target: str, listener: Listener | None = None, source: str = ""
@@ -183,19 +179,13 @@ class Service:
         self._to_compile.extend(self.translator.to_compile())
         threading.Thread(target=self._compile, name="compiler", daemon=True).start()
 
-    def _checked(self, request: Any) -> _Request:
-        if not isinstance(request, dict):
-            raise RefusedError(400, 'the request is no JSON object such as {"text": "..."}')
-        text, target = request.get("text"), request.get("target") or self.about.target
-        source = request.get("source") or ""
-        if not (isinstance(text, str) and isinstance(target, str) and isinstance(source, str)):
-            raise RefusedError(400, "`text`, `target` and `source` are strings")
+    def _checked(self, text: str, target: str = "", source: str = "") -> _Request:
         if len(text) > LONGEST:
             raise RefusedError(
                 413, f"{len(text):,} characters are too many for the page; {LONGEST:,} are allowed"
             )
         try:
-            target = choose_target(self.translator.tokenizer, source, target)
+            target = choose_target(self.translator.tokenizer, source, target or self.about.target)
         except UserError as error:
             raise RefusedError(400, str(error)) from None
         text = " ".join(well_formed(text).split())

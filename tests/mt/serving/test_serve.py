@@ -111,7 +111,7 @@ def test_eight_devices_answer_alike(server, model, tokenizer):
 
     service = Service(Translator(model, tokenizer, Strategy(8), SMALL))
     text = sentence(5)
-    found = service.translate({"text": text, "target": "de"})
+    found = service.submit({"text": text, "target": "de"}).result()
     want = translate(server, text, target="de")
     assert found["translation"] == want["translation"]
     for side in ("source", "output"):
@@ -180,9 +180,16 @@ JSON = {"Content-Type": "application/json"}
         ("POST", "/translate", b"\xff\xfe\xff", JSON, 400, "no JSON"),
         ("POST", "/translate", "[" * 70_000, JSON, 400, "no JSON"),
         ("POST", "/translate", "[]", JSON, 400, "no JSON object"),
-        ("POST", "/translate", '{"text": 5}', JSON, 400, "are strings"),
-        ("POST", "/translate", "{}", JSON, 400, "are strings"),
-        ("POST", "/translate", '{"text": "a", "target": ["de"]}', JSON, 400, "are strings"),
+        ("POST", "/translate", '{"text": 5}', JSON, 400, "`text` is a string"),
+        ("POST", "/translate", "{}", JSON, 400, "`text` (the text) is missing"),
+        (
+            "POST",
+            "/translate",
+            '{"text": "a", "target": ["de"]}',
+            JSON,
+            400,
+            "is a string",
+        ),
         ("POST", "/translate", '{"text": "a", "target": "dde"}', JSON, 400, "did you mean 'de'"),
         ("POST", "/translate", json.dumps({"text": "a" * (LONGEST + 1)}), JSON, 413, "too many"),
         ("POST", "/translate", "a" * 100_000, JSON, 413, "at most"),

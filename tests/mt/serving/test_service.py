@@ -191,5 +191,5 @@ def test_a_program_that_cannot_be_compiled_is_done_without(model, tokenizer, mon
     service = Service(Refusing(model, tokenizer, config=settings))
     service.warm_up()
     until(lambda: service.health["status"] == "ready")
-    assert service.translate({"text": "a", "target": "de"})["target"] == "de"
+    assert service.submit({"text": "a", "target": "de"}).result()["target"] == "de"
     assert "no room for it" in capfd.readouterr().err
