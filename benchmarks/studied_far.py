@@ -24,7 +24,7 @@ from benchmarks.studied import training_targets
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import Tokenizer
 from gshard.mt.data.corpus import Corpus
-from gshard.mt.evaluation import copier
+from gshard.mt.evaluation.evaluate import from_training
 from gshard.mt.evaluation.scores import FEW, resource_groups, score
 from gshard.mt.evaluation.store import HeldOut, Store, folder_of, held_out, tasks_of
 from gshard.mt.study.figures import drawn_languages, drawn_sentences, statistics
@@ -87,7 +87,7 @@ def outputs(
     made = {system: translated(plan, name, sets) for system, name in RUNS.items()}
     for number, held in enumerate(sets):
         texts = {name: each[number] for name, each in made.items() if each}
-        texts["copier"] = copier.from_training(corpus, held.task, held.sources)
+        texts["copier"] = from_training(corpus, held.task, held.sources)
         tuned = bilingual(plans, held)
         if tuned:
             texts["bilingual"] = tuned[0]

@@ -3,7 +3,7 @@
 Four systems translate the same sentences: the model, one that copies the source, one that copies
 the translation of the most similar training sentence, and, on request, the model before training.
 Copying shows how much of a score is names, numbers and markup, or near duplicates of the training
-text; fresh weights show that the test can fail.
+text, which messages of programs have; fresh weights show that the test can fail.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from scipy import sparse
+
 from gshard.mt import atomic
+from gshard.mt.batching.tokenizer import Task
+from gshard.mt.data.corpus import Corpus
 from gshard.mt.data.splits import fingerprint
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.errors import UserError
-from gshard.mt.evaluation import copier
 from gshard.mt.evaluation import scores as scoring
 from gshard.mt.evaluation import store as stored
 from gshard.mt.progress import SILENT, Progress
@@ -106,7 +110,7 @@ def evaluate(
         name = str(held.task)
         others = {"untrained": fresh.get(name), "rounded": rounded.get(name)}
         outputs = {prefix: [s.text for s in each] for prefix, each in others.items() if each}
-        outputs["nearest"] = copier.from_training(run.corpus, held.task, held.sources)
+        outputs["nearest"] = from_training(run.corpus, held.task, held.sources)
         scored = task_scores(held, found[name], outputs)
         measured[name] = {"group": groups[held.task.foreign], **scored}
         step(name)
@@ -293,3 +297,42 @@ def loads_of(
     loads = system.loads(sets, progress)
     atomic.write_json(path, {"sentences": counted, "experts": loads})
     return loads
+
+
+_BUCKETS = 1 << 20
+_ROWS = 64  # sentences compared at a time, each with all training text of a language
+
+
+def from_training(corpus: Corpus, task: Task, sources: Sequence[str]) -> list[str]:
+    """For each source the target of the training pair whose source has most trigrams in common.
+
+    Similarity is Jaccard's, of the sets of lower-case character trigrams; of equals, the first.
+    """
+    columns = ("english", "source") if task.source == "en" else ("source", "english")
+    rows = corpus.read(task.foreign, "train", list(columns))
+    known, targets = (rows[column].to_pylist() for column in columns)
+    if not known:
+        return [""] * len(sources)
+    train_NB, test_MB = _trigrams(known), _trigrams(sources)
+    size_N, size_M = (np.asarray(each.sum(axis=1)).ravel() for each in (train_NB, test_MB))
+    found: list[str] = []
+    for first in range(0, len(sources), _ROWS):
+        part = slice(first, first + _ROWS)
+        common_MN = (test_MB[part] @ train_NB.T).toarray()
+        jaccard_MN = common_MN / (size_M[part, None] + size_N - common_MN)
+        found += [targets[place] for place in jaccard_MN.argmax(axis=1)]
+    return found
+
+
+def _trigrams(texts: Sequence[str]) -> sparse.csr_matrix:
+    """Which trigrams, by their hashes, each text has: [texts, buckets] of 0 and 1."""
+    padded = [f" {text.lower()} \0" for text in texts]  # no text is empty, and none joins the next
+    codes = np.frombuffer("".join(padded).encode("utf-32-le", "surrogatepass"), np.uint32)
+    row = np.repeat(np.arange(len(padded)), [len(text) for text in padded])
+    within = row[:-2] == row[2:]
+    codes = codes.astype(np.uint64)
+    hashes = (codes[:-2] * 0x9E3779B1 + codes[1:-1] * 0x85EBCA77 + codes[2:] * 0xC2B2AE3D) >> 7
+    places = (row[:-2][within], (hashes[within] % _BUCKETS).astype(np.int64))
+    found = sparse.csr_matrix((np.ones(within.sum(), np.float32), places), (len(padded), _BUCKETS))
+    found.data[:] = 1  # a trigram that a text has twice was added up
+    return found

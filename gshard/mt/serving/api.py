@@ -28,7 +28,7 @@ from gshard.mt.batching.tokenizer import Task
 from gshard.mt.decoding.detect import Detector
 from gshard.mt.decoding.texts import Hypothesis, choose_target
 from gshard.mt.errors import UserError
-from gshard.mt.serving import documents, files, requests
+from gshard.mt.serving import documents, requests
 from gshard.mt.serving.observing import Metrics, note
 from gshard.mt.serving.service import PIECES, RefusedError, Service
 from gshard.mt.serving.settings import ApiKeys, Key, Settings
@@ -119,12 +119,12 @@ class Api:
         return self._events(await self._asked(request, given))
 
     async def _translate_file(self, request: Request) -> Response:
-        most = max(files.LARGEST, 16 * self._settings.characters)
+        most = max(documents.LARGEST, 16 * self._settings.characters)
         given = requests.read(requests.FILE, await requests.read_object(request, most))
         self._key(request, given["api_key"])  # nothing is unpacked for others
         suffix, data = given.pop("file")
         try:
-            file = await asyncio.to_thread(files.opened, suffix, data)
+            file = await asyncio.to_thread(documents.opened, suffix, data)
         except ValueError as error:
             raise RefusedError(400, f"the file is {error}") from None
         question = {**given, "q": file.text, "format": file.kind, "alternatives": 0}
@@ -152,7 +152,7 @@ class Api:
                 404, "there is no such file, or not any more: it is kept for an hour"
             )
         headers = {"Content-Disposition": f'attachment; filename="translated{path.suffix}"'}
-        kind = "text/plain; charset=utf-8" if path.suffix in files.PLAIN else "application/zip"
+        kind = "text/plain; charset=utf-8" if path.suffix in documents.PLAIN else "application/zip"
         return Response(path.read_bytes(), headers=headers, media_type=kind)
 
     async def _asked(self, request: Request, given: dict[str, Any]) -> Asked:
@@ -318,7 +318,7 @@ class Api:
                     "target": {"code": target, "name": language_name(target)},
                 },
                 "suggestions": False,
-                "supportedFilesFormat": list(files.SUFFIXES),
+                "supportedFilesFormat": list(documents.SUFFIXES),
             }
         )
 

@@ -22,7 +22,7 @@ from starlette.types import Message
 
 from gshard.mt.decoding.texts import well_formed
 from gshard.mt.errors import nearest
-from gshard.mt.serving import files
+from gshard.mt.serving import documents
 from gshard.mt.serving.service import RefusedError
 
 T = TypeVar("T")
@@ -196,7 +196,7 @@ TRANSLATE = (
 )
 STREAM = (Q_ONE, *TRANSLATE[1:])
 FILE = (
-    Field("file", "file", ", ".join(files.SUFFIXES), None, files.SUFFIXES),
+    Field("file", "file", ", ".join(documents.SUFFIXES), None, documents.SUFFIXES),
     *TRANSLATE[1:3],
     API_KEY,
 )

@@ -1,31 +1,10 @@
 """A study as it is written down: a TOML file with its runs, their baselines and how to measure.
 
-    corpus = "m4"                        # a gathered corpus; paths are seen from the plan
-    folder = "runs"                      # where the runs go; beside the plan by default
-    preset = "small"
-
-    [settings.model]                     # of every run, as `gshard train` takes them
-    model_dim = 256
-
-    [evaluate]
-    sentences = 100                      # of each language; 0 is all
-
-    [baselines]
-    of = "dense"                         # bilingual models with this run's vocabulary and lengths
-
-    [[runs]]
-    name = "dense"
-    steps = 2000                         # or tokens, or seconds, or seconds_of = another run
-    settings.model.experts = 0
-
-A run may begin where another one ended (`goes_on_from`), which must differ in its length alone, or
-in a fall of the learning rate that had not begun. It may learn from another run (`teacher`), which
-has the same vocabularies as all runs of a study (`settings.distill.share`: how much).
-
-The progress of a study is read from the folders of its runs: there is no other record. A stage that
-ended leaves a small file in the run's folder (`trained.json`, `translated.json`,
-`evaluation.json`), so that a study can be resumed after any interruption, also on another machine,
-to which only these and the translations have to be copied for scoring.
+`docs/howto/study.md` has an example. The progress of a study is read from the folders of its runs:
+there is no other record. A stage that ended leaves a small file in the run's folder
+(`trained.json`, `translated.json`, `evaluation.json`), so that a study can be resumed after any
+interruption, also on another machine, to which only these and the translations have to be copied
+for scoring.
 """
 
 from __future__ import annotations

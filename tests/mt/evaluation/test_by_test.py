@@ -7,8 +7,7 @@ import sacrebleu
 from gshard.commands import show
 from gshard.commands.evaluate import table_by_test
 from gshard.mt.batching.tokenizer import Task
-from gshard.mt.evaluation.copier import from_training
-from gshard.mt.evaluation.evaluate import EvaluateConfig, evaluate
+from gshard.mt.evaluation.evaluate import EvaluateConfig, evaluate, from_training
 from gshard.mt.evaluation.store import held_out, tasks_of
 from tests.mt.evaluation.test_evaluate import Fake, run, system
 

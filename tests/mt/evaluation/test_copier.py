@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gshard.mt.batching.tokenizer import Task
-from gshard.mt.evaluation.copier import from_training
+from gshard.mt.evaluation.evaluate import from_training
 
 
 def corpus_of(pairs):

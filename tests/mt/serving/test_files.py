@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gshard.mt.serving import files
+from gshard.mt.serving import documents
 from gshard.mt.serving.documents import from_text
 
 WORD = (
@@ -60,7 +60,7 @@ def archive(suffix, inner):
 
 def shouted(suffix, inner):
     """The lines of a document, and the document with them in capitals."""
-    opened = files.opened(suffix, archive(suffix, inner))
+    opened = documents.opened(suffix, archive(suffix, inner))
     parts = unpacked(opened.written(opened.text.upper()))
     name, around = NAMES[suffix]
     before, after = around.split("{}")
@@ -132,13 +132,13 @@ def test_other_formats():
 
 
 def test_a_books_first_part_is_neither_packed_nor_extended():
-    data = files.opened(".epub", archive(".epub", "<p>a</p>")).written("b")
+    data = documents.opened(".epub", archive(".epub", "<p>a</p>")).written("b")
     assert data[:38].endswith(b"mimetype")  # a header of 30 bytes, and no field between
     assert data[38:39] == b"x"
 
 
 def test_a_translation_has_the_lines_of_its_text():
-    opened = files.opened(".docx", archive(".docx", run("One") + run("Two", BOLD)))
+    opened = documents.opened(".docx", archive(".docx", run("One") + run("Two", BOLD)))
     document = from_text(opened.text, lambda text: [text])
     made = unpacked(opened.written(document.joined(["E\nins", "Zwei"], "de")))["word/document.xml"]
     assert b">E ins<" in made
@@ -148,7 +148,7 @@ def test_a_translation_has_the_lines_of_its_text():
 @given(st.lists(st.tuples(st.sampled_from(["", BOLD]), st.text("a é<&\n\u2028", max_size=5))))
 def test_the_text_is_that_of_the_runs(given_runs):
     escaped = [(f, t.replace("&", "&amp;").replace("<", "&lt;")) for f, t in given_runs]
-    opened = files.opened(".docx", archive(".docx", "".join(run(t, f) for f, t in escaped)))
+    opened = documents.opened(".docx", archive(".docx", "".join(run(t, f) for f, t in escaped)))
     made = unpacked(opened.written(opened.text))["word/document.xml"]
     found = "".join(lxml.etree.fromstring(made).itertext())
     assert found.split() == "".join(text for _, text in given_runs).split()
@@ -159,13 +159,13 @@ def test_what_is_no_document_is_refused_in_one_line(suffix):
     good = archive(suffix, "")
     with pytest.warns(UserWarning, match="Duplicate"):
         twice = packed_twice()
-    bomb = packed({NAMES[suffix][0]: b" " * (files._MOST + 1)})
+    bomb = packed({NAMES[suffix][0]: b" " * (documents._MOST + 1)})
     locked = bytearray(good)
     locked[good.rindex(b"PK\1\2") + 8] |= 1  # the flag of encryption
     for data in (b"", b"text", good[:-30], good[:60], twice, bomb, bytes(locked), packed({"a": ""}),
                  packed({NAMES[suffix][0]: b"\xff"})):  # fmt: skip
         with pytest.raises(ValueError, match=rf"^no \{suffix}: .+$"):
-            files.opened(suffix, data)
+            documents.opened(suffix, data)
 
 
 def packed_twice():
@@ -189,7 +189,7 @@ def test_time_is_linear(piece):
     def seconds(count):
         data = packed({"word/document.xml": piece * count})
         began = time.process_time()
-        files.opened(".docx", data)
+        documents.opened(".docx", data)
         return time.process_time() - began
 
     seconds(10)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gshard.mt.serving import api
-from gshard.mt.serving.files import SUFFIXES
+from gshard.mt.serving.documents import SUFFIXES
 from gshard.mt.serving.service import Service
 from gshard.mt.serving.settings import LOCAL
 from tests.mt.browser import driven
