@@ -166,7 +166,7 @@ def test_a_damaged_vocabulary_is_named(tmp_path):
     with pytest.raises(UserError, match=r"source\.spm is missing"):
         read_tokenizer(tmp_path, {}, (40, 40))
     path.write_text('{"languages": ["de"], "size": 3}')
-    with pytest.raises(UserError, match=r"gshard_vocabulary\.json: size"):
+    with pytest.raises(UserError, match=r"gshard_vocabulary\.json: no setting 'size'"):
         read_tokenizer(tmp_path, {}, (40, 40))
 
 
