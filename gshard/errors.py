@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from typing import TypeVar
 
 T = TypeVar("T", bound=str)
@@ -16,10 +16,10 @@ class UserError(Exception):
     at_once = False  # exit without waiting for threads and processes
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` for the known name closest to a misspelt one, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def nearest(name: str, known: Collection[str]) -> str:
+    """`; did you mean ...?` for the known names that begin so, or the closest one, or nothing."""
+    close = [k for k in known if k.startswith(name)][:3] or get_close_matches(name, known, 1, 0.5)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def one_of(what: str, given: str, allowed: Sequence[T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -20,8 +21,6 @@ _FLAGS = ("JAX_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "GSHARD_")
 
 def doctor(as_json: Json = False) -> None:
     """Show versions, devices, extras, caches and free disk: what an issue report needs."""
-    import json
-
     found = report()
     if as_json:
         print(json.dumps(found))
@@ -74,17 +73,21 @@ def _extras() -> dict[str, str]:
         required = metadata.requires("gshard") or []
     except metadata.PackageNotFoundError:
         return {"gshard": f"is not installed: it is imported from {Path(__file__).parents[2]}"}
-    missing = defaultdict[str, list[str]](list)
+    needed = defaultdict[str, list[str]](list)
     for line in required:
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
-        package = re.match(r"[\w.-]+", line)
+        package = re.match(r"([\w.-]+)(?:\[([\w,-]+)])?", line)
         if extra and package:
-            lacks = package[0] != "gshard" and _version(package[0]) is None
-            missing[extra[1]] += [package[0]] * lacks
-    return {
-        extra: f"lacks {', '.join(lacking)}" if lacking else "complete"
-        for extra, lacking in sorted(missing.items())
-    }
+            parts = [f"gshard[{part}]" for part in (package[2] or "").split(",")]
+            needed[f"gshard[{extra[1]}]"] += parts if package[1] == "gshard" else [package[1]]
+
+    def lacks(name: str) -> set[str]:
+        if name in needed:
+            return {each for part in needed[name] for each in lacks(part)}
+        return set() if _version(name) else {name}
+
+    found = {extra[7:-1]: ", ".join(sorted(lacks(extra))) for extra in sorted(needed)}
+    return {extra: f"lacks {each}" if each else "complete" for extra, each in found.items()}
 
 
 def _version(package: str) -> str | None:

@@ -62,14 +62,8 @@ def complete_tiers(incomplete: str) -> list[str]:
 
 _HARDWARE = "a name such as h100, or a TOML file, to plan and forecast for"
 
-Model = Annotated[
-    str,
-    typer.Argument(help="a model of the paper", autocompletion=complete_models),
-]
-HardwareOfPaper = Annotated[
-    str,
-    typer.Option(help=_HARDWARE, autocompletion=complete_hardware),
-]
+Model = Annotated[str, typer.Argument(help="a model of the paper", autocompletion=complete_models)]
+HardwareOfPaper = Annotated[str, typer.Option(help=_HARDWARE, autocompletion=complete_hardware)]
 Hardware = Annotated[
     str | None,
     typer.Option(
@@ -82,8 +76,7 @@ Shapes = Annotated[
     list[str] | None, typer.Argument(help="shapes of its arguments, as in f32[8,256,128]")
 ]
 Arguments = Annotated[
-    str | None,
-    typer.Option(help="module:function that returns the arguments, for pytrees"),
+    str | None, typer.Option(help="module:function that returns the arguments, for pytrees")
 ]
 DevicesOfPaper = Annotated[
     int | None, typer.Option(help="number of devices", show_default="as many as the paper's", min=1)

@@ -119,13 +119,16 @@ def bounds(forecast: Forecast) -> str:
     shares = {_BOUNDS[t]: p.seconds / step for t, p in forecast.by(lambda t: t.bound).items()}
     if not shares:
         return "Nothing is computed."
-    first, *others = sorted(shares, key=lambda name: -shares[name])
-    lines = forecast.by(lambda t: t.source if _BOUNDS[t.bound] == first else "")
-    lines.pop("", None)
-    at, most = next(((k, p.seconds / step) for k, p in lines.items()), ("", 0.0))
-    words = f"{first.capitalize()} is {shares[first]:.0%} of the step"
-    words += f" ({most:.0%} at {at})" if at and len(lines) > 1 else ""
-    words += "".join(f", {name} {shares[name]:.0%}" for name in others)
+    lines = forecast.by(lambda t: f"{_BOUNDS[t.bound]} at {t.source}")
+    words = ""
+    for name in sorted(shares, key=lambda name: -shares[name]):
+        here = [(k, p.seconds / step) for k, p in lines.items() if k.startswith(name)]
+        at, most = here[0][0].removeprefix(f"{name} at "), here[0][1]
+        # The line that communicates most has a sentence of its own.
+        shown = at and len(here) > 1 and most >= 0.01 and (name != "communication" or not words)
+        share = f"{shares[name]:.0%}"
+        words += f", {name} {share}" if words else f"{name.capitalize()} is {share} of the step"
+        words += f" ({most:.0%} at {at})" if shown else ""
     hidden = forecast.hidden_seconds
     hides = hidden > ROUNDING
     return f"{words}; {duration(hidden)} of communication is hidden." if hides else f"{words}."

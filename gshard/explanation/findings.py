@@ -102,8 +102,7 @@ class Findings:
                 for cost in self.lines[:EXPLAINED]
                 for o in self._why.origins(cost.values[0])
             ]
-            worst = [cost.name for cost in self.lines]
-            first = list(dict.fromkeys([*origins, *worst]))
+            first = list(dict.fromkeys([*origins, *(cost.name for cost in self.lines)]))
             if self.subject.sent and self._seconds:
                 self._search = search(self.subject, self._seconds, first, progress)
             else:

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
@@ -54,6 +53,13 @@ class Fix:
     def removed(self) -> int:
         """Bytes that are not sent any more."""
         return self.before - self.after
+
+    def is_covered(self, by: Fix) -> bool:
+        """Whether `by`, a change of fewer tensors or in less memory, saves as much."""
+        same = (self.count, self.tensor) == (by.count, by.tensor)
+        more = same and (self.memory > by.memory or self.after == by.after)
+        no_better = self.after >= by.after and self.memory >= by.memory
+        return self.source == by.source and no_better and (more or self.count > by.count)
 
     @property
     def change(self) -> str:
@@ -121,10 +127,9 @@ def search(
             found.append(fix)
         if progress:
             progress(tried, len(candidates))
-    found.sort(key=lambda fix: fix.after)
-    # A replicated tensor that sends as little as one without an annotation is no second advice.
-    different = {(f.source, f.tensor, f.count, f.after): f for f in reversed(found)}
-    return FixSearch(tuple(reversed(different.values())), tried, len(candidates))
+    found.sort(key=lambda fix: (fix.after, fix.count, fix.memory))
+    kept = (f for n, f in enumerate(found) if not any(f.is_covered(by) for by in found[:n]))
+    return FixSearch(tuple(kept), tried, len(candidates))
 
 
 def _tried(subject: Subject, unit: list[Copies], words: str, changed: Changes) -> Fix | None:
@@ -138,7 +143,8 @@ def _tried(subject: Subject, unit: list[Copies], words: str, changed: Changes) -
     for sent in plan.sends:
         left[sent.source] += sent.total_bytes
     eqn = unit[0][0]
-    place, names = source_of(eqn), _arguments(subject)
+    place = source_of(eqn)
+    names = dict(zip(subject.flat.jaxpr.invars, subject.argument_names, strict=False))
     calls = {spelled(copies[0]).removeprefix(f"{place}: ") for copies in unit}
     now = calls.pop() if len(calls) == 1 else "the annotations"
     named = names.get(eqn.invars[0]), annotated_name(eqn)
@@ -147,10 +153,6 @@ def _tried(subject: Subject, unit: list[Copies], words: str, changed: Changes) -
     memory, before = (sum(map(size_of, j.invars)) for j in (plan.jaxpr, subject.jaxpr))
     count = len(unit), len(unit) == len(call), memory - before
     return Fix(place, now, words, subject.sent, plan.bytes, tensor, left, *count)
-
-
-def _arguments(subject: Subject) -> dict[Any, str]:
-    return dict(zip(subject.flat.jaxpr.invars, subject.argument_names, strict=False))
 
 
 def _by_call(subject: Subject) -> list[list[Copies]]:
@@ -187,18 +189,14 @@ def _candidates(unit: list[Copies], num_devices: int) -> Iterator[tuple[str, Cha
         len(eqn.outvars[0].aval.shape) != len(shape) for eqn in every
     ):
         return
-    splits = [s for s in sharding.splits if s]
-    split: Split | None = splits[0] if splits else Split.of(range(num_devices))
-    if not sharding.is_replicated:
-        replicated = Sharding.replicated(len(shape), num_devices)
-        changed = Annotation.of_sharding("replicate(tensor)", replicated)
-        yield "replicate(tensor)", dict.fromkeys(every, changed)
+    split: Split = next(filter(None, sharding.splits), Split.of(range(num_devices)))
+    replicated = Sharding.replicated(len(shape), num_devices)
+    others = {} if sharding.is_replicated else {"replicate(tensor)": replicated}
     for dim, rows in enumerate(shape):
-        if split is None or sharding.splits[dim] or rows < split.tiles:
-            continue
-        moved = Sharding.replicated(len(shape), num_devices).replace(dim, split)
-        words = f"split(tensor, {dim}, {split.tiles})"
-        yield words, dict.fromkeys(every, Annotation.of_sharding(words, moved))
+        if not sharding.splits[dim] and rows >= split.tiles:
+            others[f"split(tensor, {dim}, {split.tiles})"] = replicated.replace(dim, split)
+    for words, other in others.items():
+        yield words, dict.fromkeys(every, Annotation.of_sharding(words, other))
 
 
 def _with(closed: ClosedJaxpr, changed: Changes) -> ClosedJaxpr:

@@ -34,7 +34,8 @@ Number = Callable[[str], int]  # of a text in the list of texts
 def page(findings: Findings, growth: Mapping[int, Forecast] | None = None) -> str:
     """The page; `growth` are forecasts of the same on other numbers of devices, for a plot."""
     forecast, subject = findings.forecast, findings.subject
-    costly = [_card(findings, cost) for cost in findings.lines[:3]]
+    least = 0.005 * forecast.step_seconds  # a line of less has no card, unless it is the first
+    costly = [cost for cost in findings.lines[:3] if cost.seconds >= least] or findings.lines[:1]
     return render(
         _HERE,
         "page.html",
@@ -46,7 +47,7 @@ def page(findings: Findings, growth: Mapping[int, Forecast] | None = None) -> st
         bounds=findings.bounds,
         sentence=findings.sentence,
         facts=_facts(findings),
-        costly=costly,
+        costly=[_card(findings, cost) for cost in costly],
         files=_files(findings),
         devices=subject.num_devices,
         operators=f"{len(forecast.operators):,}",

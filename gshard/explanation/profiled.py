@@ -120,9 +120,7 @@ class Profile:
 
     def as_dict(self) -> dict[str, Any]:
         """Machine-readable."""
-        found = asdict(replace(self, samples=()))
-        del found["samples"]
-        return found
+        return {k: v for k, v in asdict(replace(self, samples=())).items() if k != "samples"}
 
     def hardware_toml(self) -> str:
         """The fitted hardware as a file that `hardware=` and `--hardware` accept."""

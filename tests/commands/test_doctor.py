@@ -11,6 +11,7 @@ from gshard.commands import doctor
 
 
 def test_it_names_versions_devices_and_extras(monkeypatch):
+    jax.devices()  # XLA has read its flags
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_a_test")
     monkeypatch.setenv("SECRET_TOKEN", "not to be shown")
     found = doctor.report()
@@ -26,6 +27,12 @@ def test_an_extra_that_lacks_a_package_says_so(monkeypatch):
     required = ['equinox>=1; extra == "nn"', 'no-such-package; extra == "nn"']
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: required)
     assert doctor._extras() == {"nn": "lacks no-such-package"}
+    required += ['gshard[nn,numpy]; extra == "all"', 'numpy; extra == "numpy"']
+    assert doctor._extras() == {
+        "all": "lacks no-such-package",
+        "nn": "lacks no-such-package",
+        "numpy": "complete",
+    }
 
 
 def test_a_folder_of_programs_has_its_size(tmp_path):

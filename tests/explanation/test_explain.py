@@ -235,3 +235,16 @@ def test_the_first_sentence_says_what_bounds_the_step():
     assert bounds((2**17, 8192), (8192, 8192)).startswith("Compute is ")
     assert bounds((2**20, 64), (64, 64)).startswith("Memory traffic is ")
     assert bounds((8, 8192), (8192, 8192)).startswith("Communication is ")
+
+
+def test_the_first_sentence_names_the_worst_line_of_every_resource():
+    def fn(x, w):
+        x = gshard.split(x, 0, 8)
+        y = jnp.tanh(x @ w)
+        return jnp.sin(y @ w.T)
+
+    structs = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2**16, 8192), (8192, 8192))]
+    bounds = gshard.jit(fn, devices=8).lower(*structs).explain("h100", seconds=0).bounds
+    first = inspect.getsourcelines(fn)[1]
+    at = rf"\(\d+% at tests/explanation/test_explain\.py:({first + 2}|{first + 3})\)"
+    assert re.fullmatch(rf"Compute is \d+% of the step {at}, memory traffic \d+% {at}\.", bounds)

@@ -100,6 +100,15 @@ def test_tensors_of_one_line_are_tried_one_by_one():
     assert "removing split(ws['a'], 0, 8) saves 14,336 of 21,504 B, and needs" in text
 
 
+def test_a_change_of_more_tensors_saves_more_or_is_left_out():
+    found = step(dict.fromkeys(SHAPES, DIMS[0]), 512).explain("h100", seconds=math.inf).search()
+    assert {1, 4} <= {fix.count for fix in found.fixes}
+    for fix in found.fixes:
+        for other in found.fixes:
+            if fix.source == other.source and fix.count > other.count:
+                assert fix.after < other.after or fix.memory < other.memory
+
+
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad])
 def test_copies_by_differentiation_are_one_tensor(transform):
     def loss(w, x):

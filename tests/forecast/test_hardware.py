@@ -26,6 +26,8 @@ def test_the_named_machines_are_there():
 def test_an_unknown_name_says_what_is_known_and_the_nearest():
     with pytest.raises(ValueError, match=r"'h-100'.*tpu-v3.*did you mean 'h100'"):
         hardware("h-100")
+    with pytest.raises(ValueError, match=r"'a100'.*did you mean 'a100-40' or 'a100-80'\?"):
+        hardware("a100")
 
 
 def test_a_user_adds_a_machine_in_a_few_lines(tmp_path):
