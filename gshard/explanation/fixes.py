@@ -189,11 +189,11 @@ def _candidates(unit: list[Copies], num_devices: int) -> Iterator[tuple[str, Cha
         len(eqn.outvars[0].aval.shape) != len(shape) for eqn in every
     ):
         return
-    split: Split = next(filter(None, sharding.splits), Split.of(range(num_devices)))
+    split = next(filter(None, sharding.splits), Split.of(range(num_devices)))
     replicated = Sharding.replicated(len(shape), num_devices)
     others = {} if sharding.is_replicated else {"replicate(tensor)": replicated}
     for dim, rows in enumerate(shape):
-        if not sharding.splits[dim] and rows >= split.tiles:
+        if split and not sharding.splits[dim] and rows >= split.tiles:
             others[f"split(tensor, {dim}, {split.tiles})"] = replicated.replace(dim, split)
     for words, other in others.items():
         yield words, dict.fromkeys(every, Annotation.of_sharding(words, other))
