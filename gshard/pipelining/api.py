@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -62,6 +63,7 @@ def pipeline(
     """
     runs, wrong = list[_Run](), ValueError()
     try:
+        stages = stages if stages == "auto" else _number(stages, "stages")
         for count in _counts(microbatches, _leading(x, "x", "batch"), devices_of_trace()):
             try:
                 run = _Run(block, weights, x, head, targets, count)
@@ -83,23 +85,25 @@ def pipeline(
 
 def _counts(microbatches: int | str, rows: int, devices: int) -> Sequence[int]:
     """The numbers of microbatches to choose from: a bubble is short with 8 for each device."""
-    if isinstance(microbatches, int):
-        return [microbatches]
     if microbatches != "auto":
-        raise ValueError(f"microbatches={microbatches!r}: allowed are a number, and 'auto'")
+        return [_number(microbatches, "microbatches")]
     most = min(rows, 8 * devices) if devices > 1 else 1
     return [n for n in range(1, most + 1) if rows % n == 0]
 
 
+def _number(value: Any, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r}: allowed are a number, and 'auto'") from None
+
+
 def _given(schedule: str | Schedule, stages: int | str, microbatches: int) -> Schedule | None:
     """The schedule that the user named, or gave as a table; None for "auto"."""
-    if isinstance(stages, str) and (stages, schedule) != ("auto", "auto"):
-        raise ValueError(
-            f"stages={stages!r} with schedule={schedule!r}: allowed are a number, and 'auto' with "
-            "schedule='auto'"
-        )
-    if schedule == "auto" or isinstance(stages, str):
+    if schedule == "auto":
         return None
+    if isinstance(stages, str):
+        raise ValueError(f"stages='auto' with schedule={schedule!r}: allowed is schedule='auto'")
     if not isinstance(schedule, Schedule):
         is_table = "\n" in str(schedule).strip()
         schedule = parse(schedule) if is_table else make(schedule, stages, microbatches)

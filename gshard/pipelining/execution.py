@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
@@ -21,6 +22,7 @@ from gshard.graph.history import History
 from gshard.graph.reason import Reason
 from gshard.graph.regions import map_bodies
 from gshard.graph.source import source_of
+from gshard.moving.partial import combine_disjoint
 from gshard.pipelining.machine import Machine, Pass
 from gshard.pipelining.meaning import pipeline_p
 from gshard.pipelining.passes import is_float, lifted
@@ -80,7 +82,10 @@ class Stages:
         sharding = self.outside(kind, *(None for _ in rows))
         more = (self.split,) if self.split else ()
         sharding = sharding.unreduced_over((*sharding.unreduced, *more))
-        return Tile(array, sharding, (*rows, *kind.shape), kind.origin or "pipeline")
+        tile = Tile(array, sharding, (*rows, *kind.shape), kind.origin or "pipeline")
+        if jnp.issubdtype(array.dtype, np.number):
+            return tile
+        return combine_disjoint(self.ctx.place, tile, sharding.reduced)  # keys and truth values
 
     def by_stage(self, array: Any, kind: Tile) -> Tile:
         """Rows of which every stage has its own."""

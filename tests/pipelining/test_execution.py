@@ -19,6 +19,7 @@ from tests.pipelining.programs import (
     KINDS,
     dense,
     dropout,
+    in_order,
     keyed,
     loss_of,
     make_dense,
@@ -136,6 +137,25 @@ def test_closures_keys_and_outputs_in_stages():
     floats = {k: weights[k] for k in ("in", "out")}
     step = jax.value_and_grad(loss, (0, 1, 2))
     close(gshard.jit(step)(floats, gain, x), step(floats, gain, x))
+
+
+def test_outputs_of_all_types():
+    """Of those that nothing adds up, too: keys of the rows, and truth values."""
+
+    def block(w, x):
+        drawn = jax.vmap(lambda key: jax.random.normal(key, (8,)))(x["key"])
+        return {**x, "h": dense(w, x["h"] + drawn), "real": ~x["real"], "small": x["small"] * 2}
+
+    weights, h, _ = make_dense(layers=3, batch=8)
+    rows = jnp.arange(8)
+    x = {"h": h, "key": jax.random.split(jax.random.key(3), 8), "real": rows % 3 == 0}
+    x["small"] = rows.astype(jnp.int8) - 4
+    fn = functools.partial(gshard.pipeline, block, stages=2, microbatches=np.int64(2))
+    found, wanted = gshard.jit(fn, devices=jax.devices()[:4])(weights, x), in_order(block, weights, x)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
+    for tree in (found, wanted):
+        tree["key"] = jax.random.key_data(tree["key"])
+    close(found, wanted)
 
 
 @pytest.mark.slow
