@@ -143,6 +143,6 @@ def _batched(args: Any, dims: Any, **params: Any) -> Any:
 pipeline_p.def_impl(lambda *flat, **params: jax.jit(lambda *given: run(*given, **params))(*flat))
 batching.primitive_batchers[pipeline_p] = _batched
 ad.primitive_jvps[pipeline_p] = lambda primals, tangents, **params: jax.jvp(
-    lambda *flat: run(*flat, **params), primals, [ad.instantiate_zeros(t) for t in tangents]
+    lambda *flat: run(*flat, **params), primals, tuple(map(ad.instantiate_zeros, tangents))
 )
 mlir.register_lowering(pipeline_p, mlir.lower_fun(run, multiple_results=True))

@@ -37,7 +37,7 @@ Stored = tuple[Work, Work, int]  # who makes a value, who reads it, and the slot
 class Schedule:
     """`when` is the tick of every operation; in a V (`vee`) chunk 1 begins at the last stage."""
 
-    name: str
+    schedule: str  # its name
     stages: int
     microbatches: int
     chunks: int = 1
@@ -74,11 +74,11 @@ class Schedule:
     @functools.cached_property
     def joined(self) -> frozenset[tuple[int, int]]:
         """Positions and microbatches whose W follows B at once: the stage before waits for both."""
-        when, end = self.when, self.ticks + 1
-        ends = [(n, m, tick + 1) for (op, n, m), tick in when.items() if op == B]
+        when = self.when
         return frozenset(
-            (n, m) for n, m, t in ends if when[W, n, m] == t < when.get((B, n - 1, m), end)
-        )
+            (n, m) for (op, n, m), tick in when.items()
+            if op == B and when[W, n, m] == tick + 1 != when.get((B, n - 1, m))
+        )  # fmt: skip
 
     @property
     def in_flight(self) -> int:
@@ -89,7 +89,7 @@ class Schedule:
     def __str__(self) -> str:
         chunks = f", {self.chunks} chunks a stage" if self.chunks > 1 else ""
         title = (
-            f"{self.name}: {self.stages} stages{chunks}, {self.microbatches} microbatches, "
+            f"{self.schedule}: {self.stages} stages{chunks}, {self.microbatches} microbatches, "
             f"{self.ticks} ticks, bubble {100 * self.bubble:.1f}%, {self.in_flight} in flight"
         )
         return f"{title}\n{self.text}"
@@ -104,11 +104,6 @@ class Schedule:
         """The table, a line for each stage."""
         width = max(len(cell) for row in self.cells for cell in row)
         return "\n".join(" ".join(c.ljust(width) for c in row).rstrip() for row in self.cells)
-
-    @property
-    def schedule(self) -> str:
-        """Its name."""
-        return self.name
 
     def needs(self, work: Work) -> list[Work]:
         """What is done in earlier ticks."""
@@ -320,57 +315,56 @@ def _routed(
     """Where they are `joined`, B and W each do all that there is to do for half of the layers."""
     positions, last = schedule.positions, len(schedule.positions) - 1
     op, chunk, microbatch = np.moveaxis(schedule.table, -1, 0).copy()
-    saved, kept, base, count = (np.zeros_like(op) for _ in range(4))
-    batch = np.full_like(op, schedule.microbatches)
+    row = Row(op, chunk, microbatch, *np.zeros((6, *op.shape), int))
+    row.batch[:] = schedule.microbatches
+    at = {work: (tick, positions[work[1]][0]) for work, tick in schedule.when.items()}
     handed, residuals, pending = (list[tuple[Work, Work]]() for _ in range(3))
-    for work, tick in schedule.when.items():
+    for work, here in at.items():
         kind, n, m = work
-        here, lower = (tick, positions[n][0]), layers[n] // 2 if (n, m) in joined else 0
+        lower = layers[n] // 2 if (n, m) in joined else 0
         end = W if lower else B  # the stage before waits for it
-        base[here] = lower if kind == B else 0
-        count[here] = lower if lower and kind == W else layers[n] - base[here]
+        row.base[here] = lower if kind == B else 0
+        row.layers[here] = lower if lower and kind == W else layers[n] - row.base[here]
         if kind == F:
-            if n == last:
-                op[here], batch[here] = HEAD, batch[here] if (B, n, m) in schedule.when else m
-            handed.append((work, (F, n + 1, m) if n < last else (B, n, m)))
+            op[here] = HEAD if n == last else F
+            reader = (B, n, m) if n == last else (F, n + 1, m)
             residuals.append((work, (end, n, m)))
-        elif lower:
-            op[here] = BOTH
-        if kind == B:
-            (handed if lower else pending).append((work, (W, n, m)))
-        if kind == end and n:
-            handed.append((work, (B, n - 1, m)))
-        elif kind == end:
-            batch[here] = m
+        else:
+            op[here] = BOTH if lower else kind
+            reader = (B, n - 1, m) if kind == end else (W, n, m)
+        if kind == B and not lower:
+            pending.append((work, (W, n, m)))
+        if work != reader:
+            handed.append((work, reader))
+            row.batch[here] = row.batch[here] if reader in at else m
     messages, slots = _stored(schedule, handed)
-    inbox = np.full_like(op, slots)
-    sent: dict[str, list[list[tuple[int, int]]]] = {}
-    receive: dict[str, np.ndarray] = {}
+    row.inbox[:] = slots
+    channels: dict[str, tuple[list[list[tuple[int, int]]], np.ndarray]] = {}
     for made, read, slot in messages:
-        source, to, tick = positions[made[1]][0], positions[read[1]][0], schedule.when[made]
+        (tick, source), (_, to) = at[made], at[read]
         around = "around" if source > to else "back"
         channel = {0: LOCAL, 1: "down", -1: "up"}.get(to - source, around)
-        sent.setdefault(channel, [[] for _ in op])[tick].append((source, to))
-        receive.setdefault(channel, np.full_like(op, slots))[tick, to] = slot
-        inbox[schedule.when[read], to] = slot
+        new = [[] for _ in op], np.full_like(op, slots)
+        pairs, received = channels.setdefault(channel, new)
+        pairs[tick].append((source, to))
+        received[tick, to] = row.inbox[at[read]] = slot
     counts = [slots]
-    for table, pairs in ((saved, residuals), (kept, pending)):
-        values, slots = _stored(schedule, pairs)
+    for table, waiting in ((row.saved, residuals), (row.kept, pending)):
+        values, slots = _stored(schedule, waiting)
         counts.append(slots)
-        for (_, n, m), _, slot in values:
-            for now in (F, B, W):
-                table[schedule.when[now, n, m], positions[n][0]] = slot
-    sets = {channel: [tuple(sorted(now)) for now in ticks] for channel, ticks in sent.items()}
-    send = {channel: sorted({(), *found}) for channel, found in sets.items()}
-    sends = [
-        np.array([send[channel].index(now) for now in found])[:, None] + 0 * op
-        for channel, found in sets.items()
-    ]
-    tables = op, chunk, microbatch, inbox, saved, kept, base, count, batch
-    rows = Row(*tables, tuple(receive[channel] for channel in send), tuple(sends))
+        for (_, *where), _, slot in values:
+            for kind in (F, B, W):
+                table[at[kind, *where]] = slot
+    send, sends = dict[str, list[Pairs]](), list[np.ndarray]()
+    for channel, (ticks, _) in channels.items():
+        found = [tuple(sorted(pairs)) for pairs in ticks]
+        send[channel] = sorted({(), *found})
+        sends.append(np.array([send[channel].index(pairs) for pairs in found])[:, None] + 0 * op)
+    receive = tuple(received for _, received in channels.values())
     own = np.array(seconds)[np.where(op == HEAD, F, op)]
-    spent = count * own + (op == HEAD) * seconds[HEAD]
-    return Routes(rows, send, (counts[0], counts[1], counts[2]), spent)
+    spent = row.layers * own + (op == HEAD) * seconds[HEAD]
+    row = row._replace(receive=receive, sends=tuple(sends))
+    return Routes(row, send, (counts[0], counts[1], counts[2]), spent)
 
 
 def _stored(schedule: Schedule, pairs: Iterable[tuple[Work, Work]]) -> tuple[list[Stored], int]:

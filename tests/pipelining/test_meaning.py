@@ -64,6 +64,28 @@ def test_a_batch_of_pipelines():
     close(*(jax.vmap(f, (None, 0, None))(weights, several, targets) for f in (loss, wanted)))
 
 
+def test_a_hessian_times_a_vector_also_on_devices():
+    """Integers that travel with the rows have no tangents."""
+    weights, x, _ = make_dense(layers=2, width=3, batch=4)
+
+    def block(w, x):
+        return dense(w, x[0]) * (1 + x[1][:, None]), x[1]
+
+    def head(y):
+        return jnp.sum(y[0] ** 2)
+
+    def pipe(x):
+        rows = (x, jnp.arange(4))
+        return gshard.pipeline(block, weights, rows, head=head, stages=2, microbatches=2)
+
+    def product(loss):
+        return jax.grad(lambda x: jnp.vdot(jax.grad(loss)(x), jnp.cos(x)))
+
+    wanted = jax.jit(product(lambda x: head(in_order(block, weights, (x, jnp.arange(4))))))(x)
+    found = gshard.jit(product(pipe), devices=jax.devices()[:2])(x)
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_closures_trees_and_keys_of_layers_and_rows():
     weights, x, targets = make_dense(layers=4, batch=8)
     gain, rows = jnp.linspace(0.5, 1.5, 8), jnp.arange(8)
