@@ -123,7 +123,7 @@ def main(compiled: bool = False, schedule: str = "auto", remat: bool = True) -> 
     forecast = lowered.forecast("h100")
     print(forecast)
     print(f"\n| step on {DEVICES} H100s | tokens a second |\n|---|---:|")
-    print(f"| forecast, {lowered.pipelines[0].name} | {B * S / forecast.step_seconds:,.0f} |")
+    print(f"| forecast, {lowered.pipelines[0].schedule} | {B * S / forecast.step_seconds:,.0f} |")
     for name, rate in PUBLISHED.items():
         print(f"| published, {name} | {rate:,} |")
     if compiled:

@@ -22,7 +22,7 @@ from gshard.pipelining import execution
 from gshard.pipelining.choice import Costs, chosen
 from gshard.pipelining.meaning import Pipe, pipeline_p, run
 from gshard.pipelining.passes import Passes, differentiated, floats, is_float, with_gradients
-from gshard.pipelining.schedules import EQUAL, Schedule, forward_only, make, parse
+from gshard.pipelining.schedules import Schedule, forward_only, make, parse
 from gshard.tensors.annotate import (
     Annotation,
     annotate,
@@ -36,6 +36,7 @@ from gshard.tensors.tile import byte_size
 
 assert execution  # importing it registers the rule
 Tree = Any
+Splits = tuple[Split | None, ...]
 Operands = Sequence[list[Any]]
 
 
@@ -64,7 +65,7 @@ def pipeline(
     runs, wrong = list[_Run](), ValueError()
     try:
         stages = stages if stages == "auto" else _number(stages, "stages")
-        for count in _counts(microbatches, _leading(x, "x", "batch"), devices_of_trace()):
+        for count in _counts(microbatches, x, targets):
             try:
                 run = _Run(block, weights, x, head, targets, count)
                 run.choose(_given(schedule, stages, count), stages)
@@ -76,19 +77,26 @@ def pipeline(
     except ValueError as error:
         raise ValueError(f"{here()}: gshard.pipeline: {error}") from None
     best = min(runs, key=lambda run: run.rank)
-    cut = (jax.tree.leaves(_cut(part, best.count, "")) for part in (x, targets))
-    found = best.call(*best.operands[:3], *cut)
+    found = best.call(*best.operands[:3], *map(jax.tree.leaves, _cut((x, targets), best.count)))
     if head is None:
         found = [jnp.swapaxes(y, 0, 1).reshape(-1, *y.shape[2:]) for y in found]
     return jax.tree.unflatten(best.results, found)
 
 
-def _counts(microbatches: int | str, rows: int, devices: int) -> Sequence[int]:
+def _counts(microbatches: int | str, x: Tree, targets: Tree) -> Sequence[int]:
     """The numbers of microbatches to choose from: a bubble is short with 8 for each device."""
-    if microbatches != "auto":
-        return [_number(microbatches, "microbatches")]
-    most = min(rows, 8 * devices) if devices > 1 else 1
-    return [n for n in range(1, most + 1) if rows % n == 0]
+    rows, goals = _leading(x, "x", "batch"), _leading(targets, "targets", "batch")
+    if targets is not None and rows != goals:
+        raise ValueError(f"x has {rows} rows, and targets have {goals}: a batch has one")
+    if microbatches == "auto":
+        most = min(rows, 8 * devices_of_trace()) if devices_of_trace() > 1 else 1
+        return [n for n in range(1, most + 1) if rows % n == 0]
+    count = _number(microbatches, "microbatches")
+    if count < 1:
+        raise ValueError(f"microbatches={count}: at least 1 is allowed")
+    if rows % count:
+        raise ValueError(f"the {rows} rows of x do not divide into {count} microbatches")
+    return [count]
 
 
 def _number(value: Any, name: str) -> int:
@@ -103,7 +111,10 @@ def _given(schedule: str | Schedule, stages: int | str, microbatches: int) -> Sc
     if schedule == "auto":
         return None
     if isinstance(stages, str):
-        raise ValueError(f"stages='auto' with schedule={schedule!r}: allowed is schedule='auto'")
+        raise ValueError(
+            f"stages='auto' with schedule={schedule!r}: allowed are a number, and 'auto' with "
+            "schedule='auto'"
+        )
     if not isinstance(schedule, Schedule):
         is_table = "\n" in str(schedule).strip()
         schedule = parse(schedule) if is_table else make(schedule, stages, microbatches)
@@ -127,12 +138,7 @@ class _Run:
         targets: Tree, count: int,
     ):  # fmt: skip
         self.count, self.depth = count, _leading(weights, "weights", "layers")
-        parts = {"x": x, "targets": targets}
-        rows = [_leading(part, name, "batch") for name, part in parts.items()]
-        cut = (functools.partial(_cut, count=count, name=name) for name in parts)
-        inputs, goals = map(jax.eval_shape, cut, parts.values())
-        if targets is not None and rows[0] != rows[1]:
-            raise ValueError(f"x has {rows[0]} rows, and targets have {rows[1]}: a batch has one")
+        inputs, goals = jax.eval_shape(functools.partial(_cut, count=count), (x, targets))
         of_layer, of_input, of_target = (
             jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a)[1:], a.dtype), part)
             for part in (weights, inputs, goals)
@@ -172,21 +178,18 @@ class _Run:
                 f"{layers} layers cannot be in {parts} parts ({parts // number} on each of "
                 f"{stages} stages): a part needs a layer"
             )
-        self.numbers, self.seconds, self.rank = tuple[int, ...](), EQUAL, (0.0, 0.0, 0)
-        self.schedule, self.layers = make("1f1b", 1, self.count), tuple[int, ...]((layers,))
+        self.rank, self.pipe = (0.0, 0.0, 0), Pipe(make("1f1b", 1, self.count), (layers,))
         if devices > 1:
-            machine, numbers = hardware_of_trace() or accelerator(), [number]
-            limit = machine.memory if machine else float("inf")
+            machine, numbers = hardware_of_trace() or accelerator(), tuple[int, ...]((number,))
+            limit, ways = machine.memory if machine else float("inf"), []
             if isinstance(stages, str):
-                most = range(1, min(devices, layers) + 1)
-                self.numbers = tuple(n for n in most if devices % n == 0)
-                numbers = [n for n in self.numbers if n == in_stages.value] or [*self.numbers]
-            ways = []
-            for each in numbers:
+                numbers = tuple(n for n in range(1, layers + 1) if devices % n == 0)
+            for each in [n for n in numbers if n == in_stages.value] or numbers:
                 costs = self._costs(machine or hardware("h100"), devices // each, stages)
                 way = chosen(given, each, self.count, layers, costs, limit)
-                ways.append((costs.rank(way, limit), way, costs.seconds))
-            self.rank, (self.schedule, self.layers), self.seconds = min(ways, key=lambda w: w[0])
+                ways.append((costs.rank(way, limit), way))
+            self.rank, way = min(ways, key=lambda ranked: ranked[0])
+            self.pipe = replace(way, numbers=numbers if isinstance(stages, str) else ())
 
     def _costs(self, machine: Hardware, share: int, stages: int | str) -> Costs:
         """For a stage of `share` devices; each has its weights, where stages are compared."""
@@ -209,28 +212,27 @@ class _Run:
         self, head: ClosedJaxpr | None, operands: Operands, cotangents: list[Any] | None = None
     ) -> list[Any]:
         """The outputs, or scores; with cotangents of these, the gradients of all other operands."""
-        schedule, passes = forward_only(self.schedule), (self.block, None, None, head)
+        schedule, passes = forward_only(self.pipe.schedule), (self.block, None, None, head)
         if head and cotangents is not None:
             scored = with_gradients(head, len(operands[0]) + len(operands[3]))
-            schedule, passes = self.schedule, (*self._layer, scored)
+            schedule, passes = self.pipe.schedule, (*self._layer, scored)
         operands = (*operands, cotangents or [])
-        pipe = Pipe(schedule, self.layers, tuple(map(len, operands)), self.seconds, self.numbers)
+        pipe = replace(self.pipe, schedule=schedule, counts=tuple(map(len, operands)))
         params = {"pipe": pipe, "block": self.block, "head": head, "passes": passes}
         own, closures, weights, inputs, *rest = operands
         others = (*inputs, *(array for part in rest for array in part))
         if self.devices == 1:
             return run(*own, *closures, *weights, *others, **params)
-        weights = self._by_stage(weights, self.splits)
-        staged = self._by_stage(pipe.taken(weights, pipe.rows), self.splits)
+        staged = self._moved(pipe, weights, self.splits, pipe.rows)
         results = pipeline_p.bind(*own, *closures, *staged, *others, **params)
         last = len(results) - len(floats(inputs))
         first = last - len(floats(weights)) if passes[1] else last
         splits = [s for s, w in zip(self.splits, weights, strict=True) if is_float(w)]
-        rows = pipe.taken(self._by_stage(results[first:last], splits), pipe.places)
-        return [*results[:first], *self._by_stage(rows, splits), *results[last:]]
+        gradients = self._moved(pipe, results[first:last], splits, pipe.places)
+        return [*results[:first], *gradients, *results[last:]]
 
     @functools.cached_property
-    def splits(self) -> list[tuple[Split | None, ...]]:
+    def splits(self) -> list[Splits]:
         """How the block splits each of its weights within a stage, where it annotates them."""
         eqns, _ = with_calls_inlined(self.block.jaxpr)
         found = {
@@ -240,22 +242,21 @@ class _Run:
         }
         _, closures, weights, *_ = self.operands
         variables = self.block.jaxpr.invars[len(closures) :]
-        return [
-            found.get(var, (None,) * (w.ndim - 1))
-            for var, w in zip(variables, weights, strict=False)
-        ]
+        pairs = zip(variables, weights, strict=False)
+        return [found.get(var, (None,) * (w.ndim - 1)) for var, w in pairs]
 
-    def _by_stage(
-        self, rows: Sequence[Any], splits: Sequence[tuple[Split | None, ...]]
+    def _moved(
+        self, pipe: Pipe, arrays: Sequence[Any], splits: Sequence[Splits], rows: np.ndarray
     ) -> list[Any]:
-        """Weights, or their gradients, annotated: every stage has its own rows."""
-        stage = Split.of(np.arange(self.devices) * self.schedule.stages // self.devices)
-        found = []
-        for array, inner in zip(rows, splits, strict=False):
+        """Rows of weights, or of their gradients; before and after, every stage has its own."""
+        stage = Split.of(np.arange(self.devices) * pipe.schedule.stages // self.devices)
+
+        def by_stage(array: Any, inner: Splits) -> Any:
             dims = tuple(1 + dim for dim, split in enumerate(inner) if split is None)
             sharding = Sharding((stage, *inner), self.devices)
-            found.append(annotate(array, Annotation.of_sharding("pipeline", sharding, dims)))
-        return found
+            return annotate(array, Annotation.of_sharding("pipeline", sharding, dims))
+
+        return [*map(by_stage, pipe.taken([*map(by_stage, arrays, splits)], rows), splits)]
 
     def _with_residuals(self, *marked: Any) -> tuple[Any, Any]:
         """Where one score is a float, all gradients at once; they are scaled afterwards.
@@ -323,15 +324,10 @@ def _leading(tree: Tree, name: str, what: str) -> int:
     return int(next(iter(sizes))[0]) if sizes else 0
 
 
-def _cut(tree: Tree, count: int, name: str) -> Tree:
+def _cut(tree: Tree, count: int) -> Tree:
     """A batch as [microbatch, row of it, ...]; tiles of the batch have rows of each microbatch."""
-    rows = _leading(tree, name, "batch")
-    if count < 1:
-        raise ValueError(f"microbatches={count}: at least 1 is allowed")
-    if rows % count:
-        raise ValueError(f"the {rows} rows of {name} do not divide into {count} microbatches")
     return jax.tree.map(
-        lambda a: jnp.swapaxes(a.reshape(rows // count, count, *np.shape(a)[1:]), 0, 1), tree
+        lambda a: jnp.swapaxes(a.reshape(len(a) // count, count, *a.shape[1:]), 0, 1), tree
     )
 
 

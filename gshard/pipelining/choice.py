@@ -10,11 +10,10 @@ from jax.extend.core import ClosedJaxpr
 
 from gshard.forecast import Hardware, forecast
 from gshard.graph.readable import size
+from gshard.pipelining.meaning import Pipe
 from gshard.pipelining.passes import Passes, floats
-from gshard.pipelining.schedules import NAMES, Schedule, Seconds, make, route
+from gshard.pipelining.schedules import NAMES, Schedule, Seconds, make
 from gshard.tensors.tile import byte_size
-
-Option = tuple[Schedule, tuple[int, ...]]  # with layers by position
 
 
 @dataclass(frozen=True)
@@ -53,67 +52,67 @@ class Costs:
             machine.sent_per_second, machine.cost_model.latency,
         )  # fmt: skip
 
-    def step_seconds(self, schedule: Schedule, layers: tuple[int, ...]) -> float:
+    def step_seconds(self, pipe: Pipe) -> float:
         """A step: every tick, then the messages.
 
         Weights of chunks that are not neighbours are moved to their stages, and gradients back.
         """
-        rows = max(layers) * schedule.chunks
+        schedule, rows = pipe.schedule, max(pipe.layers) * pipe.schedule.chunks
         handed = schedule.ticks * (self.message + self.latency)
         moved = 2 * (schedule.chunks > 1) * self.weights * rows
         sent = rows * self.reduced + (handed + moved if schedule.stages > 1 else 0)
-        return route(schedule, layers, self.seconds).step_seconds + sent / self.rate
+        return pipe.routes.step_seconds + sent / self.rate
 
-    def rank(self, option: Option, limit: float) -> tuple[float, float, int]:
-        """What is least for the best option: memory over the limit, time, memory."""
-        need, seconds = self.memory(*option), self.step_seconds(*option)
+    def rank(self, pipe: Pipe, limit: float) -> tuple[float, float, int]:
+        """What is least for the best pipeline: memory over the limit, time, memory."""
+        need, seconds = self.memory(pipe), self.step_seconds(pipe)
         return max(need, limit), float(f"{seconds:.6g}"), need
 
-    def memory(self, schedule: Schedule, layers: tuple[int, ...]) -> int:
+    def memory(self, pipe: Pipe) -> int:
         """The bytes of weights, their gradients, and all that waits in slots."""
-        messages, residuals, pending = route(schedule, layers, self.seconds).slots
+        (messages, residuals, pending), schedule = pipe.routes.slots, pipe.schedule
         waiting = residuals * self.saved + pending * self.kept
         rows = 2 * self.weights * schedule.chunks
-        return max(layers) * (waiting + rows) + (messages + schedule.microbatches) * self.message
+        batch = (messages + schedule.microbatches) * self.message
+        return max(pipe.layers) * (waiting + rows) + batch
 
 
-def balanced(layers: int, schedule: Schedule, costs: Costs) -> tuple[int, ...]:
-    """How many layers each position has, at least one; the last has the head as well.
+def balanced(layers: int, schedule: Schedule, costs: Costs) -> Pipe:
+    """The pipeline of a schedule: every position has a layer, the last has the head as well.
 
     Equal numbers, where others gain nothing: rows of the weights are then where they are needed.
     """
-    others = len(schedule.positions) - 1
-    if not others:
-        return (layers,)
-    found = []
-    for last in range(-(-layers // (others + 1)), 0, -1):
+    others, found = len(schedule.positions) - 1, list[tuple[int, ...]]()
+    for last in range(-(-layers // (others + 1)) if others else 0, 0, -1):
         even, more = divmod(layers - last, others)
         if even:
             found.append((*(even + (n < more) for n in range(others)), last))
-    return min(found, key=lambda counts: costs.step_seconds(schedule, counts))
+    pipes = (Pipe(schedule, counts, costs.seconds) for counts in found or [(layers,)])
+    return min(pipes, key=costs.step_seconds)
 
 
 def chosen(
     given: Schedule | None, stages: int, microbatches: int, layers: int, costs: Costs, limit: float
-) -> Option:
-    """The schedule that is given, or the fastest within the memory limit; layers by position.
+) -> Pipe:
+    """The schedule that is given, or the fastest within the memory limit.
 
     Where nothing is within it, the one that needs the least. A given one that is over the limit is
     refused if another is within.
     """
-    own = (given, balanced(layers, given, costs)) if given else None
-    if own and costs.memory(*own) <= limit:
+    own = balanced(layers, given, costs) if given else None
+    if own and costs.memory(own) <= limit:
         return own
     usable = (n for n in NAMES if n != "interleaved" or microbatches % stages == 0)
     made = (make(name, stages, microbatches) for name in usable)
     fitting = (each for each in made if len(each.positions) <= layers)
-    options = [(each, balanced(layers, each, costs)) for each in fitting]
-    best = min(options, key=lambda option: costs.rank(option, limit))
-    need = costs.memory(*best)
+    options = (balanced(layers, each, costs) for each in fitting)
+    best = min(options, key=lambda pipe: costs.rank(pipe, limit))
+    need = costs.memory(best)
     if own and need <= limit:
+        refused = own.schedule
         raise ValueError(
-            f"schedule={own[0].name!r} has {own[0].in_flight} microbatches in flight, which take "
-            f"at least {size(costs.memory(*own))} of a device's {size(limit)}; "
-            f"{best[0].name!r} takes {size(need)}"
+            f"schedule={refused.schedule!r} has {refused.in_flight} microbatches in flight, which "
+            f"take at least {size(costs.memory(own))} of a device's {size(limit)}; "
+            f"{best.schedule.schedule!r} takes {size(need)}"
         )
     return own or best

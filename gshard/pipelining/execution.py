@@ -26,7 +26,6 @@ from gshard.moving.partial import combine_disjoint
 from gshard.pipelining.machine import Machine, Pass
 from gshard.pipelining.meaning import pipeline_p
 from gshard.pipelining.passes import is_float, lifted
-from gshard.pipelining.schedules import route
 from gshard.planning.planner import Planner
 from gshard.propagation.propagate import Propagated
 from gshard.propagation.stage import Known, shard
@@ -197,8 +196,7 @@ def _partition(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], _: list[Sharding]
         [stages.placed(t, kind, *lead) for t, kind in zip(part, kinds, strict=True)]
         for part, kinds, lead in zip(parts, kinds, leading, strict=True)
     ]
-    routes = route(pipe.schedule, pipe.layers, pipe.seconds)
-    found = iter(Machine(pipe, routes, (ahead, behind, late, head), arrays, ctx.place).run())
+    found = iter(Machine(pipe, (ahead, behind, late, head), arrays, ctx.place).run())
     scores = head.kinds[: len(head.kinds) - len(gradients)] if head else ()
     sums_of, leaving = late.kinds if late else (), gradients if head else inputs
     rows = pipe.schedule.microbatches

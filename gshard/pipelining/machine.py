@@ -23,7 +23,7 @@ from gshard.graph.source import Ticks
 from gshard.moving import collectives
 from gshard.pipelining.meaning import Arrays, Pipe, added, cut
 from gshard.pipelining.passes import floats, is_float
-from gshard.pipelining.schedules import BOTH, HEAD, LOCAL, B, F, Pairs, Routes, Row, W
+from gshard.pipelining.schedules import BOTH, HEAD, LOCAL, B, F, Pairs, Row, W
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.keys import is_key_type
@@ -41,7 +41,6 @@ class State(NamedTuple):
     scores: Arrays  # sums: scores and gradients of the head's closures; of closures, of weights
     closures: Arrays
     weights: Arrays
-    batch: Arrays  # gradients of the inputs, or outputs, by microbatch
 
 
 class Pass(NamedTuple):
@@ -62,56 +61,56 @@ class Machine:
     """
 
     pipe: Pipe
-    routes: Routes
     passes: Sequence[Pass | None]
     arrays: Sequence[Arrays]
     place: Place
 
     def run(self) -> Arrays:
         """What this device has of the scores and gradients, or of what there is without these."""
-        leaves, tree = jax.tree.flatten(self.routes.rows)
+        leaves, tree = jax.tree.flatten(self.pipe.routes.rows)
 
-        def tick(state: State, columns: Any) -> tuple[State, None]:
+        def tick(carry: tuple[State, Arrays], columns: Any) -> tuple[tuple[State, Arrays], None]:
             """One operation, then what it hands on, to neighbours or to itself."""
-            row = jax.tree.unflatten(tree, list(columns))
+            row, (state, batch) = jax.tree.unflatten(tree, list(columns)), carry
             state = self.backward(row, self.forward(row, state))
-            batch, inbox = put(state.batch, self._leaving(state.message), row.batch), state.inbox
+            batch, inbox = put(batch, self._leaving(state.message), row.batch), state.inbox
             for channel, slot in enumerate(row.receive):
                 inbox = put(inbox, self.handed_on(state.message, channel, row.sends[channel]), slot)
-            return state._replace(inbox=inbox, batch=batch), None
+            return (state._replace(inbox=inbox), batch), None
 
         table = np.stack(leaves, -1).astype(np.int32).swapaxes(0, 1)
         stages, count = np.arange(self.pipe.schedule.stages), self.pipe.schedule.microbatches
         own = jnp.asarray(table)[self.place.lookup(np.repeat(stages, self._per_stage))]
-        end, _ = lax.scan(tick, self._start(), own)
-        return [*end.scores, *end.closures, *end.weights, *(x[:count] for x in end.batch)]
+        (end, batch), _ = lax.scan(tick, self._start(), own)
+        return [*end.scores, *end.closures, *end.weights, *(x[:count] for x in batch)]
 
     @property
     def _per_stage(self) -> int:
         return self.place.num_devices // self.pipe.schedule.stages
 
-    def _start(self) -> State:
-        """Empty slots, and sums of nothing.
+    def _start(self) -> tuple[State, Arrays]:
+        """Empty slots, sums of nothing, and what leaves the pipeline, by microbatch.
 
         Slots are flat: XLA would give a buffer the layout that a product wants of what is in it,
-        and copy all of it in every tick from the one into the other.
+        and copy all of it in every tick from the one into the other. What leaves is in no loop of a
+        tick, so that gradients of inputs are dropped where nobody needs them.
         """
         inputs = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.arrays[3]]
         kinds = [found.kinds if found else () for found in self.passes]
         ahead, behind, late, head = ([kind.array for kind in part] for part in kinds)
         gradients = floats(inputs) if self.passes[1] else []
-        closures, (messages, residuals, pending) = len(floats(self.arrays[1])), self.routes.slots
-        layers, rows = max(self.pipe.layers), len(self.arrays[2][0])
-        return State(
+        closures, layers = len(floats(self.arrays[1])), max(self.pipe.layers)
+        messages, residuals, pending = self.pipe.routes.slots
+        state = State(
             [_unused(x.shape, x.dtype) for x in inputs],
             [_unused((messages + 1, *x.shape), x.dtype) for x in inputs],
             _flat(ahead[len(inputs) :], residuals * layers),
             _flat(behind[len(gradients) :] if pending else [], pending * layers),
             _made(head[: len(head) - len(gradients)]),
             _made(late[:closures]),
-            _made(late[closures:], rows),
-            _made(self._leaving(inputs), self.pipe.schedule.microbatches + 1),
+            _made(late[closures:], len(self.arrays[2][0])),
         )
+        return state, _made(self._leaving(inputs), self.pipe.schedule.microbatches + 1)
 
     def _leaving(self, message: Arrays) -> Arrays:
         """What of a message leaves the pipeline at its end: gradients of the inputs, or outputs."""
@@ -125,7 +124,7 @@ class Machine:
 
         def begin(state: State) -> State:
             given = taken(self.arrays[3], row.microbatch), taken(state.inbox, row.inbox)
-            is_first = row.inbox == self.routes.slots[0]
+            is_first = row.inbox == self.pipe.routes.slots[0]
             x = [jnp.where(is_first, a, b) for a, b in zip(*given, strict=True)]
             return state._replace(message=x)
 
@@ -190,7 +189,7 @@ class Machine:
         First as many layers as every such tick has, then those of some: a GPU waits for the host
         before every run of a loop whose length is data.
         """
-        counts = self.routes.rows.layers[np.isin(self.routes.rows.op, ops)]
+        counts = self.pipe.routes.rows.layers[np.isin(self.pipe.routes.rows.op, ops)]
         least = int(counts.min(initial=counts.max(initial=0)))
 
         def one(number: Any, state: State) -> State:
@@ -219,10 +218,10 @@ class Machine:
         def count(row: Row) -> Any:
             return sum((row.op == n).astype(np.int32) for n in ops) * times(row)
 
-        op, table = self.routes.rows.op, count(self.routes.rows)
+        op, table = self.pipe.routes.rows.op, count(self.pipe.routes.rows)
         if not table.any():
             return state
-        busiest, slowest = table.sum(0).argmax(), self.routes.critical[:, None]
+        busiest, slowest = table.sum(0).argmax(), self.pipe.routes.critical[:, None]
         (own, waited), (around, beside) = (
             (int(each[:, busiest].sum()), int(np.take_along_axis(each, slowest, 1).sum()))
             for each in (table, np.isin(op, among or op))
@@ -244,10 +243,10 @@ class Machine:
 
     def handed_on(self, sent: Arrays, channel: int, number: Any) -> Arrays:
         """What arrives on a channel from the stages that have something to send."""
-        name, sets = list(self.routes.send.items())[channel]
+        name, sets = list(self.pipe.routes.send.items())[channel]
         if name == LOCAL:
             return sent
-        sends = self.routes.rows.sends[channel][:, 0].tolist()
+        sends = self.pipe.routes.rows.sends[channel][:, 0].tolist()
         busiest = Counter(a for n in sends for a, _ in sets[n]).most_common(1)[0][0]
         counts = np.bincount(sends, minlength=len(sets)).tolist()
         own = [n * (busiest in dict(pairs)) for n, pairs in zip(counts, sets, strict=True)]

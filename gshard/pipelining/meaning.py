@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from gshard._jax import ad, batching, mlir
 from gshard.graph.regions import MEANINGS
 from gshard.pipelining.passes import floats, with_gradients
-from gshard.pipelining.schedules import EQUAL, Schedule, route
+from gshard.pipelining.schedules import EQUAL, Routes, Schedule, Seconds, route
 
 Arrays = list[Any]
 Bodies = tuple[ClosedJaxpr | None, ...]  # the passes of a layer (`passes.Passes`), and the head
@@ -36,19 +37,21 @@ class Pipe:
 
     schedule: Schedule
     layers: tuple[int, ...]
-    counts: tuple[int, ...]
-    seconds: tuple[float, ...] = EQUAL
+    seconds: Seconds = EQUAL
     numbers: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    @cached_property
+    def routes(self) -> Routes:
+        """What each stage does in every tick, and what it sends."""
+        return route(self.schedule, self.layers, self.seconds)
 
     def __str__(self) -> str:
-        schedule, spent = (
-            self.schedule,
-            route(self.schedule, self.layers, self.seconds).spent.sum(0),
-        )
+        schedule, spent = self.schedule, self.routes.spent.sum(0)
         more = spent.max() / (spent.mean() or 1.0) - 1
         late = f", stage {spent.argmax()} slowest by {100 * more:.0f}%" if more > 0.005 else ""
         return (
-            f"{schedule.stages} stages, {schedule.microbatches} microbatches, {schedule.name}: "
+            f"{schedule.stages} stages, {schedule.microbatches} microbatches, {schedule.schedule}: "
             f"bubble {100 * schedule.bubble:.1f}%{late}, {schedule.in_flight} in flight"
         )
 

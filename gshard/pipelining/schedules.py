@@ -339,31 +339,30 @@ def _routed(
             row.batch[here] = row.batch[here] if reader in at else m
     messages, slots = _stored(schedule, handed)
     row.inbox[:] = slots
-    channels: dict[str, tuple[list[list[tuple[int, int]]], np.ndarray]] = {}
+    sent: dict[str, list[list[tuple[int, int]]]] = {}
+    receive: dict[str, np.ndarray] = {}
     for made, read, slot in messages:
         (tick, source), (_, to) = at[made], at[read]
         around = "around" if source > to else "back"
         channel = {0: LOCAL, 1: "down", -1: "up"}.get(to - source, around)
-        new = [[] for _ in op], np.full_like(op, slots)
-        pairs, received = channels.setdefault(channel, new)
-        pairs[tick].append((source, to))
-        received[tick, to] = row.inbox[at[read]] = slot
+        sent.setdefault(channel, [[] for _ in op])[tick].append((source, to))
+        receive.setdefault(channel, np.full_like(op, slots))[tick, to] = slot
+        row.inbox[at[read]] = slot
     counts = [slots]
     for table, waiting in ((row.saved, residuals), (row.kept, pending)):
         values, slots = _stored(schedule, waiting)
         counts.append(slots)
-        for (_, *where), _, slot in values:
+        for (_, n, m), _, slot in values:
             for kind in (F, B, W):
-                table[at[kind, *where]] = slot
+                table[at[kind, n, m]] = slot
     send, sends = dict[str, list[Pairs]](), list[np.ndarray]()
-    for channel, (ticks, _) in channels.items():
+    for channel, ticks in sent.items():
         found = [tuple(sorted(pairs)) for pairs in ticks]
         send[channel] = sorted({(), *found})
         sends.append(np.array([send[channel].index(pairs) for pairs in found])[:, None] + 0 * op)
-    receive = tuple(received for _, received in channels.values())
     own = np.array(seconds)[np.where(op == HEAD, F, op)]
     spent = row.layers * own + (op == HEAD) * seconds[HEAD]
-    row = row._replace(receive=receive, sends=tuple(sends))
+    row = row._replace(receive=tuple(receive.values()), sends=tuple(sends))
     return Routes(row, send, (counts[0], counts[1], counts[2]), spent)
 
 

@@ -25,7 +25,6 @@ def call(weights=WEIGHTS, x=X, block=dense, head=loss_of, targets=TARGETS, **set
         ({"microbatches": "many"}, "microbatches='many': allowed are a number, and 'auto'"),
         ({"stages": 0}, "stages=0: at least 1"),
         ({"stages": 2.0}, "stages=2.0: allowed are a number, and 'auto'"),
-        ({"stages": "auto", "schedule": "1f1b"}, "stages='auto' with schedule='1f1b': allowed is"),
         ({"block": lambda w, x: x[:1]}, r"block returns float32\[1,8\], but takes float32\[2,8\]"),
         ({"head": lambda y, t: y - t}, r"head returns float32\[2,8\]; allowed are scalars"),
         ({"schedule": "2f2b"}, "allowed are 'gpipe', '1f1b'"),

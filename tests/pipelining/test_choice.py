@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import gshard
 from gshard.forecast import hardware
 from gshard.pipelining.choice import Costs, balanced, chosen
+from gshard.pipelining.meaning import Pipe
 from gshard.pipelining.schedules import IDLE, NAMES, B, F, W, make, route
 from tests.pipelining.programs import dense, make_dense, piped
 
@@ -57,7 +58,8 @@ NUMBERS = st.floats(0.25, 4)
 def test_a_step_waits_where_stages_exchange_messages(name, f, b, w, head, rounds):
     schedule, own = make(name, 2, 2 * rounds), costs(f, b, w, head)
     layers = tuple(rounds + n % 2 for n in range(len(schedule.positions)))
-    assert own.step_seconds(schedule, layers) == pytest.approx(in_python(schedule, layers, own))
+    found = own.step_seconds(Pipe(schedule, layers, own.seconds))
+    assert found == pytest.approx(in_python(schedule, layers, own))
     more = make(name, 4, 4 * rounds)
     routes = route(more, tuple(1 + n % 2 for n in range(len(more.positions))), own.seconds)
     work, in_step = routes.spent.sum(0).max(), routes.spent.max(1).sum()
@@ -70,34 +72,35 @@ def test_layers_are_balanced_as_well_as_they_can_be(name, stages, more, head):
     schedule, own, layers = make(name, stages, 4), costs(head=head), stages + more
     found = balanced(layers, schedule, own)
     every = itertools.product(range(1, layers), repeat=stages)
-    best = min(own.step_seconds(schedule, c) for c in every if sum(c) == layers)
-    assert sum(found) == layers
-    assert own.step_seconds(schedule, found) <= 1.1 * best
+    others = (Pipe(schedule, c, own.seconds) for c in every if sum(c) == layers)
+    assert sum(found.layers) == layers
+    assert own.step_seconds(found) <= 1.1 * min(map(own.step_seconds, others))
     if layers % stages == 0 and head == 0:
-        assert len(set(found)) == 1
+        assert len(set(found.layers)) == 1
 
 
 @given(NUMBERS, NUMBERS, NUMBERS, st.sampled_from((4, 8)), st.sampled_from((0.5, 1, 2, math.inf)))
 def test_auto_is_the_fastest_within_the_memory(f, b, w, microbatches, share):
     own = costs(f, b, w, rate=50.0)
     made = [make(name, 4, microbatches) for name in NAMES]
-    options = [(each, balanced(8, each, own)) for each in made]
-    needed = [own.memory(*option) for option in options]
+    options = [balanced(8, each, own) for each in made]
+    needed = [own.memory(option) for option in options]
     limit = share * sorted(needed)[len(needed) // 2]
     found = chosen(None, 4, microbatches, 8, own, limit)
     if min(needed) > limit:
-        assert own.memory(*found) == min(needed)
+        assert own.memory(found) == min(needed)
     else:
         fits = [o for o, n in zip(options, needed, strict=True) if n <= limit]
-        assert own.memory(*found) <= limit
-        assert own.step_seconds(*found) == min(own.step_seconds(*o) for o in fits)
+        assert own.memory(found) <= limit
+        assert own.step_seconds(found) == min(map(own.step_seconds, fits))
 
 
 def test_what_is_chosen_when():
     """Without a limit the least bubble; 1F1B keeps least; weights that are dear to move stay."""
-    assert chosen(None, 4, 8, 8, costs(), math.inf)[0].name == "zbv"
-    assert chosen(None, 4, 8, 8, costs(rate=0.5, weights=100), math.inf)[0].name == "zb-h1"
-    assert chosen(None, 4, 8, 4, costs(), 0)[0].name == "1f1b"
+    dear = costs(rate=0.5, weights=100)
+    cases = ((8, costs(), math.inf), (8, dear, math.inf), (4, costs(), 0))
+    found = [chosen(None, 4, 8, *case).schedule.schedule for case in cases]
+    assert found == ["zbv", "zb-h1", "1f1b"]
 
 
 def test_a_schedule_that_cannot_fit_is_refused_where_another_fits():
@@ -112,7 +115,7 @@ def test_a_schedule_that_cannot_fit_is_refused_where_another_fits():
                        r"least .* of a device's 450 KB; '1f1b' takes") as error:  # fmt: skip
         lowered(schedule="gpipe")
     assert "\n" not in str(error.value).split("\n---")[0]
-    assert lowered().pipelines[0].name == "1f1b"
+    assert lowered().pipelines[0].schedule == "1f1b"
 
 
 def test_stages_are_as_many_as_the_memory_needs():
