@@ -66,17 +66,12 @@ class Layer(eqx.Module):
     def __call__(
         self,
         x_BTM: Array,
-        masks: Masks,
-        memory_BLM: Array | None = None,
+        around: Surroundings,
         key: Array | None = None,
-        strategy: Strategy = ONE_DEVICE,
         cache: LayerCache | None = None,
-        index: Array | int = 0,
-        *,
-        dropless: bool = False,
     ) -> tuple[Array, LayerCache | None, Routed | None]:
         """One layer; with a `cache` it attends to that, after writing its own part at `index`."""
-        c = self.config
+        c, (masks, memory_BLM, strategy, index, dropless) = self.config, around
         keys = split_key(key, 6)
         products = c.products if cache is None else "dtype"  # decoding is bound by reading weights
 
@@ -123,6 +118,16 @@ class Masks(NamedTuple):
     cross: Array | Segments | None = None
 
 
+class Surroundings(NamedTuple):
+    """What each layer of a stack gets: `index` is a place in its cache, `dropless` drops nothing."""
+
+    masks: Masks
+    memory: Array | None = None  # [B, L, M], of the encoder
+    strategy: Strategy = ONE_DEVICE
+    index: Array | int = 0
+    dropless: bool = False
+
+
 class Pair(eqx.Module):
     """A dense layer and a layer with experts: the unit that a stack repeats."""
 
@@ -137,23 +142,15 @@ class Pair(eqx.Module):
     def __call__(
         self,
         x_BTM: Array,
-        masks: Masks,
-        memory_BLM: Array | None = None,
+        around: Surroundings,
         key: Array | None = None,
-        strategy: Strategy = ONE_DEVICE,
         cache: PairCache | None = None,
-        index: Array | int = 0,
-        *,
-        dropless: bool = False,
     ) -> tuple[Array, PairCache | None, Routed | None]:
-        """Both layers, and the report of the one with experts; `dropless` drops no token."""
+        """Both layers, and the report of the one with experts."""
         keys = split_key(key, 2)
         first, second = cache if cache is not None else (None, None)
-        rest = (strategy,)
-        x_BTM, first, _ = self.dense(x_BTM, masks, memory_BLM, keys[0], *rest, first, index)
-        x_BTM, second, routed = self.sparse(
-            x_BTM, masks, memory_BLM, keys[1], *rest, second, index, dropless=dropless
-        )
+        x_BTM, first, _ = self.dense(x_BTM, around, keys[0], first)
+        x_BTM, second, routed = self.sparse(x_BTM, around, keys[1], second)
         pair = None if first is None or second is None else PairCache(first, second)
         return x_BTM, pair, routed
 

@@ -22,7 +22,7 @@ from gshard.nn.config import Batch, Remat, TransformerConfig
 from gshard.nn.gating import Routed, RouterMetrics, Routing
 from gshard.nn.hashing import hash_key
 from gshard.nn.layers import Embedding, LayerNorm, dropout, split_key
-from gshard.nn.pair import LayerCache, Masks, Pair, PairCache
+from gshard.nn.pair import LayerCache, Masks, Pair, PairCache, Surroundings
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.pipelining.api import pipeline
 
@@ -160,11 +160,11 @@ class Transformer(eqx.Module):
         )
         real_BK = jnp.ones(tokens_BK.shape, bool)
         masks = Masks(real_BK, mask_BKL.astype(bool), source_mask_BKL)
+        around = Surroundings(masks, None, strategy, index, dropless=True)
 
         def body(x_BKM: Array, pair: Pair, cached: PairCache) -> tuple[Array, Any]:
-            pair = strategy.weights(pair)
-            x_BKM, cached_now, _ = pair(
-                strategy.groups(x_BKM), masks, None, None, strategy, cached, index, dropless=True
+            x_BKM, cached_now, _ = strategy.weights(pair)(
+                strategy.groups(x_BKM), around, cache=cached
             )
             return x_BKM, cached_now
 
@@ -234,10 +234,8 @@ class Transformer(eqx.Module):
         def body(
             x_BTM: Array, pair: Pair, key: Array | None, masks: Masks, memory_BLM: Array | None
         ) -> tuple[Array, Any]:
-            pair = strategy.weights(pair)
-            x_BTM, _, routed = pair(
-                strategy.groups(x_BTM), masks, memory_BLM, key, strategy, dropless=settings.dropless
-            )
+            around = Surroundings(masks, memory_BLM, strategy, dropless=settings.dropless)
+            x_BTM, _, routed = strategy.weights(pair)(strategy.groups(x_BTM), around, key)
             return x_BTM, None if routed is None else settings.report(routed)
 
         if settings.strategy.stages > 1:
