@@ -95,7 +95,3 @@ _lazy.attach(
         "gshard.tensors.uneven": "UnevenArray",
     },
 )
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

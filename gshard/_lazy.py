@@ -32,6 +32,9 @@ def attach(package: str, names: Mapping[str, str]) -> None:
                 self.__dict__[each] = found
             return self.__dict__[name]
 
+        def __dir__(self) -> list[str]:
+            return sorted(self.__dict__["__all__"])
+
         def __setattr__(self, name: str, value: Any) -> None:
             # Importing the module gshard.jit binds it here, where the function of that name is.
             if not (isinstance(value, ModuleType) and origins.get(name) == f"{package}.{name}"):

@@ -22,6 +22,7 @@ from gshard.explanation.statements import (
     target,
 )
 from gshard.explanation.subject import Subject
+from gshard.graph import Graph
 from gshard.graph.reason import NO_REASON
 from gshard.graph.source import reason_of, scopes_of, span_of
 from gshard.tensors.annotate import annotate_p
@@ -35,26 +36,17 @@ class Names:
     def __init__(self, subject: Subject):
         self._subject = subject
         self._arguments = dict(zip(subject.flat.jaxpr.invars, subject.argument_names, strict=False))
-        self._makers = {v: e for e in subject.equations for v in e.outvars}
+        self._graph = Graph(subject.equations)
 
     @functools.cached_property
     def _assigned(self) -> dict[Any, str]:
         return Statements(self._subject.flat.jaxpr).assigned()
 
-    @functools.cached_property
-    def _readers(self) -> dict[Any, list[JaxprEqn]]:
-        found: dict[Any, list[JaxprEqn]] = {}
-        for eqn in self._subject.equations:
-            for atom in eqn.invars:
-                if not isinstance(atom, Literal):
-                    found.setdefault(atom, []).append(eqn)
-        return found
-
     def name(self, var: Any) -> str:
         """What the code calls a value; "" for one in the midst of an expression."""
         if self._arguments.get(var):
             return self._arguments[var]
-        eqn = self._makers.get(var)
+        eqn = self._graph.maker(var)
         if eqn is None:
             return ""
         if eqn.primitive is annotate_p:
@@ -78,7 +70,7 @@ class Names:
 
     def value(self, var: Any) -> str:
         """The name of a value, or the expression that is annotated, else its shape."""
-        eqn = self._makers.get(var)
+        eqn = self._graph.maker(var)
         text = expression_of_call(eqn) if eqn is not None and eqn.primitive is annotate_p else ""
         return self.name(var) or text or shape(var)
 
@@ -89,7 +81,7 @@ class Names:
     def dims(self, var: Any) -> tuple[str, ...]:
         """A name for each dim of a value; "" where the code gives none."""
         rank = len(var.aval.shape)
-        maker = self._makers.get(var)
+        maker = self._graph.maker(var)
         letters = letters_of_name(self.name(var), rank) or self._letters(var, rank)
         twin = var  # differentiation repeats annotations
         if maker is not None:
@@ -106,10 +98,10 @@ class Names:
 
     def _letters(self, var: Any, rank: int) -> str:
         """The letters of an einsum that makes or reads a value."""
-        maker = self._makers.get(var)
+        maker = self._graph.maker(var)
         behind = maker.invars[0] if maker is not None and maker.primitive is annotate_p else None
-        if behind is not None and behind in self._makers:  # an annotation changes no dims
-            return result_letters(self._makers[behind], rank) or self._operand(var, rank)
+        if behind is not None and (before := self._graph.maker(behind)):
+            return result_letters(before, rank) or self._operand(var, rank)  # of the same dims
         made = maker is not None and var in self._assigned
         return (result_letters(maker, rank) if made else "") or self._operand(var, rank)
 
@@ -117,7 +109,7 @@ class Names:
         """The letters that einsums have for an operand, if only one choice fits all of them."""
         choices = [
             set(_fitting(spec.partition("->")[0].split(","), eqn, var))
-            for eqn in self._readers.get(var, ())
+            for eqn in self._graph.users(var)
             for spec in einsums(eqn)
         ]
         found = set.intersection(*filter(None, choices)) if any(choices) else set()

@@ -80,7 +80,3 @@ _lazy.attach(
         "gshard.nn.transformer": "ModelMetrics ModelRoutings Transformer",
     },
 )
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -119,7 +119,7 @@ class Masks(NamedTuple):
 
 
 class Surroundings(NamedTuple):
-    """What each layer of a stack gets: `index` is a place in its cache, `dropless` drops nothing."""
+    """What each layer of a stack gets: `index` is a place in its cache, `dropless` drops none."""
 
     masks: Masks
     memory: Array | None = None  # [B, L, M], of the encoder

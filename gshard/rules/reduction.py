@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ from gshard.rules.base.rule import (
     rule,
 )
 from gshard.rules.base.ways import by_factors
-from gshard.tensors.factors import Factors, Shapes, all_dims
+from gshard.tensors.factors import Factors, Shapes, ordered_dims
 from gshard.tensors.sharding import Sharding, Shardings, Targets
 from gshard.tensors.tile import Arrays, Tile, Tiles, itemsize_of, row_bytes
 
@@ -247,17 +246,12 @@ _COMBINE = {
 }
 
 
-def cumulative_dims(eqn: JaxprEqn) -> Factors:
-    """All dims; along its own, rows have an order."""
-    return replace(all_dims(eqn), ordered=frozenset({f"d{eqn.params['axis']}"}))
-
-
 def cumulative_ways(
     eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int
 ) -> Iterator[Way]:
     """Every split of the dims; along its own dim, the totals of all tiles are gathered."""
     dim, aval = eqn.params["axis"], eqn.invars[0].aval
-    for way in by_factors(eqn, all_dims(eqn), shardings, targets):
+    for way in by_factors(eqn, ordered_dims(eqn), shardings, targets):
         (here,) = way.operands
         split = here.splits[dim]
         if split and 0 not in aval.shape:
@@ -268,7 +262,7 @@ def cumulative_ways(
 
 @rule(
     *_COMBINE,
-    factors=cumulative_dims,
+    factors=ordered_dims,
     ways=cumulative_ways,
     doc=Doc(free="other dims", gather="the dim it runs along: AllGather of one row per tile"),
 )

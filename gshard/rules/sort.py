@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +28,14 @@ from gshard.moving.reductions import flipped, identity
 from gshard.rules.base.rule import Context, Doc, Way, on_moved, rule
 from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding
-from gshard.tensors.factors import Factors, all_dims
+from gshard.tensors.factors import Factors, ordered_dims
 from gshard.tensors.sharding import Sharding, Shardings, Targets
 from gshard.tensors.tile import Arrays, Tile, Tiles, itemsize_of
 
 
-def sort_dims(eqn: JaxprEqn) -> Factors:
-    """All dims; along the sorted one, rows have an order."""
-    return replace(all_dims(eqn), ordered=frozenset({f"d{eqn.params['dimension']}"}))
-
-
 def sort_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """Sorts along an unsplit dim, and columnsorts: `Way.how` is the length of their columns."""
-    dim, shape, factors = eqn.params["dimension"], eqn.invars[0].aval.shape, sort_dims(eqn)
+    dim, shape, factors = eqn.params["dimension"], eqn.invars[0].aval.shape, ordered_dims(eqn)
     for way in by_factors(eqn, factors.unsplit([f"d{dim}"]), shardings, targets):
         work = _work(eqn, way.operands[0].local_shape(shape), dim)
         yield way._replace(how=None, work=work)
@@ -58,7 +52,7 @@ def sort_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int)
 
 @rule(
     p.sort_p,
-    factors=sort_dims,
+    factors=ordered_dims,
     ways=sort_ways,
     doc=Doc(
         free="other dims",

@@ -136,6 +136,12 @@ def all_dims(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, operands, [names] * len(eqn.outvars))
 
 
+def ordered_dims(eqn: JaxprEqn) -> Factors:
+    """All dims; along that of the operator, rows have an order."""
+    along = eqn.params.get("axis", eqn.params.get("dimension"))
+    return replace(all_dims(eqn), ordered=frozenset({f"d{along}"}))
+
+
 def made_dims(eqn: JaxprEqn) -> Factors:
     """Results that a device makes its own part of, from scalars at most."""
     names = [[f"d{i}" for i in range(len(v.aval.shape))] for v in eqn.outvars]

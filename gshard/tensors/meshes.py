@@ -160,18 +160,14 @@ def grid_of(mesh: AnyMesh, numbers: Numbers) -> np.ndarray:
     return np.array(flat).reshape(mesh.devices.shape)
 
 
-def constrained(
-    tensor: Any, sharding: Sharding, devices: tuple[jax.Device, ...], mesh: Mesh | None = None
-) -> Any:
+def constrained(tensor: Any, sharding: Sharding, devices: tuple[jax.Device, ...]) -> Any:
     """`tensor` with the sharding as a constraint for XLA, where it divides and is regular.
 
     XLA drops a constraint that does not divide, so nothing is lost by leaving it out.
     """
     if not sharding.is_even(tensor.shape):
         return tensor
-    if mesh is None:
-        mesh = _finest(devices)
-    named = named_on(mesh, sharding, {d: i for i, d in enumerate(devices)})
+    named = named_on(_finest(devices), sharding, {d: i for i, d in enumerate(devices)})
     return tensor if named is None else jax.lax.with_sharding_constraint(tensor, named)
 
 
