@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from jax.extend.core import Literal
 
 AHEAD = 8  # products among which a step is chosen that need not wait
 
-T = TypeVar("T")  # an equation, or an operator of several
-Step = tuple[T, Sequence[Any], Sequence[Any]]  # with what it reads and what it makes
+Step = tuple[Any, Sequence[Any], Sequence[Any]]  # its name, what it reads and what it makes
+Times = Mapping[Any, float]  # of steps, by their names
 
 
 @dataclass(frozen=True)
-class Sent(Generic[T]):
+class Sent:
     """A transfer: the time for which it is exposed, and the products beside it."""
 
     exposed: float
-    beside: tuple[T, ...]
+    beside: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class _Ran(Generic[T]):
-    step: T
+class _Ran:
+    step: Any
     begin: float
     end: float
 
@@ -38,8 +38,8 @@ class _Ran(Generic[T]):
 
 
 def overlapped(
-    steps: Sequence[Step[T]], sends: Mapping[T, float], works: Mapping[T, float], products: Set[T]
-) -> dict[T, Sent[T]]:
+    steps: Sequence[Step], sends: Times, works: Times, products: Set[Any]
+) -> dict[Any, Sent]:
     """The transfers of a program in its schedule; `sends` and `works` have the times of its steps.
 
     `products` are those of `works` that count as hiding a transfer.
@@ -59,16 +59,10 @@ def overlapped(
     }
 
 
-class _TwoUnits(Generic[T]):
+class _TwoUnits:
     """One unit that computes, one that sends; the first step in order that can run does."""
 
-    def __init__(
-        self,
-        steps: Sequence[Step[T]],
-        sends: Mapping[T, float],
-        works: Mapping[T, float],
-        products: Set[T],
-    ):
+    def __init__(self, steps: Sequence[Step], sends: Times, works: Times, products: Set[Any]):
         self.steps, self.sends, self.works, self.products = steps, sends, works, products
         made = {v for _, _, writes in steps for v in writes}
         self.reads = [
@@ -76,9 +70,9 @@ class _TwoUnits(Generic[T]):
         ]
         self.ready: dict[Any, float] = {}
         self.working = self.sending = 0.0  # until when each unit is busy
-        self.idle: list[_Ran[None]] = []  # when nothing is computed
-        self.worked: list[_Ran[T]] = []
-        self.sent: list[_Ran[T]] = []
+        self.idle: list[_Ran] = []  # when nothing is computed
+        self.worked: list[_Ran] = []
+        self.sent: list[_Ran] = []
 
     def run(self) -> None:
         """All steps; at the end, what is still being sent is waited for."""
