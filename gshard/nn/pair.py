@@ -66,7 +66,7 @@ class Layer(eqx.Module):
     def __call__(
         self,
         x_BTM: Array,
-        around: Surroundings,
+        around: Inputs,
         key: Array | None = None,
         cache: LayerCache | None = None,
     ) -> tuple[Array, LayerCache | None, Routed | None]:
@@ -118,7 +118,7 @@ class Masks(NamedTuple):
     cross: Array | Segments | None = None
 
 
-class Surroundings(NamedTuple):
+class Inputs(NamedTuple):
     """What each layer of a stack gets: `index` is a place in its cache, `dropless` drops none."""
 
     masks: Masks
@@ -140,11 +140,7 @@ class Pair(eqx.Module):
         self.sparse = Layer(config, key_sparse, sparse=sparse, cross=cross)
 
     def __call__(
-        self,
-        x_BTM: Array,
-        around: Surroundings,
-        key: Array | None = None,
-        cache: PairCache | None = None,
+        self, x_BTM: Array, around: Inputs, key: Array | None = None, cache: PairCache | None = None
     ) -> tuple[Array, PairCache | None, Routed | None]:
         """Both layers, and the report of the one with experts."""
         keys = split_key(key, 2)

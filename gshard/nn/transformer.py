@@ -9,7 +9,7 @@ to output and deep stacks train.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -22,7 +22,7 @@ from gshard.nn.config import Batch, Remat, TransformerConfig
 from gshard.nn.gating import Routed, RouterMetrics, Routing
 from gshard.nn.hashing import hash_key
 from gshard.nn.layers import Embedding, LayerNorm, dropout, split_key
-from gshard.nn.pair import LayerCache, Masks, Pair, PairCache, Surroundings
+from gshard.nn.pair import Inputs, LayerCache, Masks, Pair, PairCache
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.pipelining.api import pipeline
 
@@ -117,8 +117,8 @@ class Transformer(eqx.Module):
         With `dropless` it depends on the sentence alone, not on the rest of the batch or on
         padding.
         """
-        settings = StackSettings(strategy, remat, dropless)
-        return self._encode(source_BL, segments_BL, positions_BL, key, settings)
+        source = (source_BL, segments_BL, positions_BL)
+        return self._encode(source, key, StackSettings(strategy, remat, dropless))
 
     def start_decoding(self, memory_BLM: Array, length: int) -> Caches:
         """An empty cache of `length` target positions, with the source's keys and values."""
@@ -160,7 +160,7 @@ class Transformer(eqx.Module):
         )
         real_BK = jnp.ones(tokens_BK.shape, bool)
         masks = Masks(real_BK, mask_BKL.astype(bool), source_mask_BKL)
-        around = Surroundings(masks, None, strategy, index, dropless=True)
+        around = Inputs(masks, None, strategy, index, dropless=True)
 
         def body(x_BKM: Array, pair: Pair, cached: PairCache) -> tuple[Array, Any]:
             x_BKM, cached_now, _ = strategy.weights(pair)(
@@ -176,7 +176,7 @@ class Transformer(eqx.Module):
     ) -> tuple[Array, Any, Any]:
         """Both stacks on given pairs: the last hidden values, and the routers' reports."""
         keys = self._keys(key, 3)
-        memory_BLM, encoder = self._encode(*batch[:3], keys[0], settings)
+        memory_BLM, encoder = self._encode(batch[:3], keys[0], settings)
         positions_BT = self._positions(batch.target_positions)
         x_BTM = self.target(batch.inputs, positions_BT, self.config.dtype)
         x_BTM = self._input_dropout(x_BTM, keys[1])
@@ -186,14 +186,9 @@ class Transformer(eqx.Module):
         return self.decoder_norm(x_BTM), encoder, decoder
 
     def _encode(
-        self,
-        source_BL: Array,
-        segments_BL: Array,
-        positions_BL: Array,
-        key: Array | None,
-        settings: StackSettings,
+        self, source: Sequence[Array], key: Array | None, settings: StackSettings
     ) -> tuple[Array, Any]:
-        keys = self._keys(key, 2)
+        keys, (source_BL, segments_BL, positions_BL) = self._keys(key, 2), source
         x_BLM = self.source(source_BL, self._positions(positions_BL), self.config.dtype)
         x_BLM = self._input_dropout(x_BLM, keys[0])
         masks = Masks(segments_BL > 0, Segments(segments_BL, segments_BL))
@@ -234,7 +229,7 @@ class Transformer(eqx.Module):
         def body(
             x_BTM: Array, pair: Pair, key: Array | None, masks: Masks, memory_BLM: Array | None
         ) -> tuple[Array, Any]:
-            around = Surroundings(masks, memory_BLM, strategy, dropless=settings.dropless)
+            around = Inputs(masks, memory_BLM, strategy, dropless=settings.dropless)
             x_BTM, _, routed = strategy.weights(pair)(strategy.groups(x_BTM), around, key)
             return x_BTM, None if routed is None else settings.report(routed)
 

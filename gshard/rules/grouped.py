@@ -102,7 +102,7 @@ def _take(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets)
     ends = _places(groups, limits, into, target, lax.iota(jnp.int32, count))
 
     transfers = RowTransfers(inside, *begins, *ends)
-    return [_sent(ctx, groups, x, transfers, into)]
+    return [_sent(ctx, groups, x, transfers, into, adds=False)]
 
 
 def _taken_here(
@@ -183,12 +183,7 @@ def _added_here(
 
 
 def _sent(
-    ctx: Context,
-    groups: ExpertGroups,
-    x: Tile,
-    transfers: RowTransfers,
-    into: Tile,
-    adds: bool = False,
+    ctx: Context, groups: ExpertGroups, x: Tile, transfers: RowTransfers, into: Tile, adds: bool
 ) -> Tile:
     """`into`, with the rows of `x` that are sent there."""
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from gshard.tensors.sharding import Sharding, Split, compatible
+from gshard.tensors.sharding import Sharding, Shardings, Split, Targets, compatible
 
 Factor = str
 Dim = tuple[Factor, ...]  # the factors of one dim, major to minor; () is a dim that cannot be split
@@ -205,10 +205,7 @@ def compose(
 
 
 def assignments(
-    factors: Factors,
-    shardings: Sequence[Sharding],
-    targets: Sequence[Sharding],
-    kept: Collection[Factor] = (),
+    factors: Factors, shardings: Shardings, targets: Targets, kept: Collection[Factor] = ()
 ) -> Iterator[Assignment]:
     """The splits of factors that operands and results suggest; one, if nothing has to move."""
     options: dict[Factor, list[Split | None]] = {f: [] for f in factors.sizes}
