@@ -42,11 +42,11 @@ class Static:
         return repr(self.value)
 
 
+@dataclass(eq=False)
 class _ResultLeaf:
     """A leaf of the results that is not an array: a part of their tree."""
 
-    def __init__(self, value: Any):
-        self.value = value
+    value: Any
 
 
 jax.tree_util.register_pytree_node(

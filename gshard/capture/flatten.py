@@ -10,7 +10,7 @@ annotations.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -103,21 +103,16 @@ class Region:
     sizes: dict[str, int]
 
 
+@dataclass
 class _Builder:
     """Copies equations with fresh variables, collecting the constants of inlined calls."""
 
-    def __init__(
-        self,
-        order: DeviceOrder,
-        axes: NamedAxes | None = None,
-        region: Region | None = None,
-        as_meant: bool = False,
-    ):
-        self.order, self.as_meant = order, as_meant
-        self.axes = axes  # of the enclosing `jax.shard_map`, over all axes of its mesh
-        self.region = region  # the enclosing one over some axes of its mesh
-        self.eqns: list[JaxprEqn] = []
-        self.consts: dict[Var, Any] = {}
+    order: DeviceOrder
+    axes: NamedAxes | None = None  # of the enclosing `jax.shard_map`, over all axes of its mesh
+    region: Region | None = None  # the enclosing one over some axes of its mesh
+    as_meant: bool = False
+    eqns: list[JaxprEqn] = field(default_factory=list)
+    consts: dict[Var, Any] = field(default_factory=dict)
 
     def body(self, closed: ClosedJaxpr, results: bool = False) -> ClosedJaxpr:
         """A copy of a program; its `results` are annotated with the shardings in their types."""
@@ -176,10 +171,7 @@ class _Builder:
             return self.inline(MEANINGS[eqn.primitive](eqn), invars, eqn)
         outvars = [_fresh(v) for v in eqn.outvars]
         if eqn.primitive in LOOPS or eqn.primitive in MEANINGS:
-            eqn = map_bodies(
-                eqn,
-                lambda body: _Builder(self.order, self.axes, self.region, self.as_meant).body(body),
-            )
+            eqn = map_bodies(eqn, lambda body: replace(self, eqns=[], consts={}).body(body))
         params = dict(eqn.params)
         own = [params[k] for k in _OWN_SHARDING if isinstance(params.get(k), NamedSharding)]
         params.update((k, None) for k in _OWN_SHARDING if k in params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 from gshard.explanation.costs import ROUNDING, LineCost, bounds, by_kind, by_line, counts, headline
 from gshard.explanation.fixes import FixSearch, Progress, search
@@ -16,6 +17,7 @@ EXPLAINED = 6  # lines that are explained, the costliest first
 QUICK = 1500  # equations up to which changes of annotations are tried without being asked
 
 
+@dataclass(eq=False, repr=False)
 class Findings:
     """What is known about a program's communication.
 
@@ -23,19 +25,12 @@ class Findings:
     are first asked for; 0 leaves it out.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        forecast: Forecast,
-        name: str,
-        seconds: float | None = None,
-        is_default: bool = False,
-    ):
-        quick = len(subject.equations) <= QUICK
-        self.subject, self.forecast, self.name = subject, forecast, name
-        self.is_default = is_default  # whether the hardware is what JAX reports
-        self._seconds = (10.0 if quick else 0.0) if seconds is None else seconds
-        self._search: FixSearch | None = None
+    subject: Subject
+    forecast: Forecast
+    name: str
+    seconds: float | None = None
+    is_default: bool = False  # whether the hardware is what JAX reports
+    _search: FixSearch | None = None
 
     @functools.cached_property
     def names(self) -> Names:
@@ -103,8 +98,10 @@ class Findings:
                 for o in self._why.origins(cost.values[0])
             ]
             first = list(dict.fromkeys([*origins, *(cost.name for cost in self.lines)]))
-            if self.subject.sent and self._seconds:
-                self._search = search(self.subject, self._seconds, first, progress)
+            quick = 10.0 if len(self.subject.equations) <= QUICK else 0.0
+            budget = quick if self.seconds is None else self.seconds
+            if self.subject.sent and budget:
+                self._search = search(self.subject, budget, first, progress)
             else:
                 self._search = FixSearch(candidates=len(self.subject.annotations))
         return self._search
