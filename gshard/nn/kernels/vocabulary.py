@@ -77,14 +77,9 @@ def log_z_and_grads(
 
 
 def _kernel(
-    logits_ref: Any,
-    label_ref: Any,
-    weight_ref: Any,
-    log_z_ref: Any,
-    grads_ref: Any,
-    *,
-    label_smoothing: float,
-) -> None:
+    logits_ref: Any, label_ref: Any, weight_ref: Any, log_z_ref: Any, grads_ref: Any,
+    *, label_smoothing: float,
+) -> None:  # fmt: skip
     V = logits_ref.shape[-1]
     parts = _parts(V)
     logits = [logits_ref[part].astype(jnp.float32) for part in parts]
