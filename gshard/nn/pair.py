@@ -119,12 +119,12 @@ class Masks(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What each layer of a stack gets: `index` is a place in its cache, `dropless` drops none."""
+    """What each layer of a stack gets: `at` is a place in its cache, `dropless` drops none."""
 
     masks: Masks
     memory: Array | None = None  # [B, L, M], of the encoder
     strategy: Strategy = ONE_DEVICE
-    index: Array | int = 0
+    at: Array | int = 0
     dropless: bool = False
 
 
