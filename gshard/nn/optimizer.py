@@ -160,13 +160,6 @@ class FusedState(NamedTuple):
     own: Any  # as the weights, with Moments for those that share none
 
 
-class Pace(NamedTuple):
-    """The learning rate of a step, and the decay of the moments."""
-
-    rate: Array
-    decay: Array
-
-
 class Alike(NamedTuple):
     """Weights of one shape: their indices, and how many leading dims of each stack matrices."""
 
@@ -205,7 +198,7 @@ def _fused(
         numbers = jax.lax.iota(jnp.uint32, len(leaves)) * np.uint32(GOLDEN)
         seeds = _unstack(seed + numbers[:, None])
         before, shared, total = iter(state.shared), [], jnp.zeros(())
-        pace = Pace(schedule(state.steps), decay(state.steps))
+        pace = (schedule(state.steps), decay(state.steps))  # of the weights, and of their moments
         pace = jax.lax.optimization_barrier(pace)  # otherwise XLA recomputes it for each weight
         how = (clipping, min_dim_to_factor)
         for alike in _alike(params):
@@ -241,7 +234,7 @@ def _apply(
     stacked: int,
     clipping: float,
     min_dim_to_factor: int,
-    pace: Pace,
+    pace: tuple[Array, Array],
     moments: Moments,
     grads: tuple[Array, ...],
     params: tuple[Array, ...],
@@ -251,7 +244,7 @@ def _apply(
 
     Under `jax.jit`, so that it is traced once for all unstacked weights of one shape.
     """
-    decay = pace.decay
+    rate, decay = pace
     g, p = (_together(some).astype(jnp.float32) for some in (grads, params))
     own_dims = tuple(range(stacked + 1, g.ndim))
     if moments.v is not None:
@@ -267,7 +260,7 @@ def _apply(
         scales, length, moments, total = _factor(g, moments, decay, row_dim, column_dim, own_dims)
 
     size = jnp.sqrt(jnp.mean(jnp.square(p), axis=own_dims, keepdims=True))
-    rate = pace.rate * jnp.maximum(size, _MIN_SIZE)
+    rate = rate * jnp.maximum(size, _MIN_SIZE)
     rate = rate / jnp.maximum(1.0, jnp.sqrt(length) / clipping)
     firsts, seconds = (_unstack(x) for x in (rate * scales[0], scales[1]))
     # Each from its own arrays: only the sums read the stack.
