@@ -11,7 +11,7 @@ from typing import Any
 from gshard.autosharding.layout.annotations import Annotated, Group, groups, names_of
 from gshard.autosharding.traced import STANDING
 from gshard.forecast.report import Forecast
-from gshard.graph.readable import duration, size, table
+from gshard.graph.readable import counted, duration, size, table
 from gshard.pages import ChartAxis, Series, curves
 
 _MOST = 5  # rows of each list
@@ -70,7 +70,7 @@ def summary(layout: Any) -> str:
     if layout.layers:
         lines.append(f"  decided for one of {layout.layers} equal layers, and used for all")
     if layout.results:
-        lines.append(f"  {len(layout.results)} results are sharded like the arguments they replace")
+        lines.append(f"  {counted(len(layout.results), 'result')} sharded as the argument replaced")
     return "\n".join(lines)
 
 
