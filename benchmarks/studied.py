@@ -24,10 +24,9 @@ from gshard.mt.evaluation.evaluate import EVALUATION
 from gshard.mt.evaluation.store import tasks_of
 from gshard.mt.report.measures import centred_mean
 from gshard.mt.run import Run
-from gshard.mt.study import figures
-from gshard.mt.study.figures import Scored
+from gshard.mt.study import results
 from gshard.mt.study.plan import Study, read_plan
-from gshard.mt.study.results import paired_translations
+from gshard.mt.study.results import Scored, paired_translations
 from gshard.mt.study.tables import table
 from gshard.pages import Chart, ChartAxis, Series, curves
 
@@ -143,7 +142,7 @@ def recited(plan: Study, found: Sequence[Scored]) -> dict[str, Any]:
 
 def some_examples(plan: Study, found: Sequence[Scored]) -> list[dict[str, Any]]:
     """To read: the first sentence by its hash of the largest, the middle and the least language."""
-    order = figures.by_resource(found[0].scores)
+    order = results.by_resource(found[0].scores)
     shown: list[dict[str, Any]] = []
     for task in dict.fromkeys(order[place] for place in (0, len(order) // 2, -1)):
         entry: dict[str, Any] = {}
@@ -241,10 +240,10 @@ def by_language(
 ) -> Chart:
     """The paper's figure: over the baselines if there are any, else the scores themselves."""
     tasks = {**zero, **{name: task for model in found for name, task in model.scores.items()}}
-    order = figures.by_resource(tasks)
+    order = results.by_resource(tasks)
     series = []
     for model in found:
-        shown = figures.over(model.scores, zero) if zero else model.scores
+        shown = results.over(model.scores, zero) if zero else model.scores
         values = [shown[n][metric] if n in shown else None for n in order]
         smooth = enumerate(centred_mean(values))  # over ten languages, as in the paper
         points = [(float(place), value) for place, value in smooth if value is not None]
@@ -271,7 +270,7 @@ def _losses(found: Sequence[Scored], clock: str, scale: float, unit: str) -> Cha
 
 def findings(plan: Study) -> dict[str, Any]:
     """All of it, of the runs of a plan that are scored."""
-    found = figures.models(plan)
+    found = results.models(plan)
     return {
         "experts": used_experts(plan, found),
         "recited": recited(plan, found),
@@ -285,7 +284,7 @@ def main() -> None:
     if path.suffix == ".toml":
         plan = read_plan(path)
         results = findings(plan)
-        draw(figures.models(plan), figures.baselines(plan), Path(sys.argv[2]))
+        draw(results.models(plan), results.baselines(plan), Path(sys.argv[2]))
     else:
         results = json.loads(path.read_text("utf-8"))
     print(*(made(results) for made in (verbatim, experts, examples)), sep="\n\n")

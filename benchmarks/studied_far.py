@@ -27,8 +27,8 @@ from gshard.mt.data.corpus import Corpus
 from gshard.mt.evaluation.evaluate import from_training
 from gshard.mt.evaluation.scores import FEW, resource_groups, score
 from gshard.mt.evaluation.store import HeldOut, Store, folder_of, held_out, tasks_of
-from gshard.mt.study.figures import drawn_languages, drawn_sentences, statistics
 from gshard.mt.study.plan import TRAINED, TRANSLATED, Study, read_plan
+from gshard.mt.study.results import drawn_languages, drawn_sentences, statistics
 from gshard.mt.study.tables import table
 
 Texts = Mapping[str, Sequence[str]]  # what each system made of a language's sentences

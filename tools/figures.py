@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.studied import TITLES, by_language
 from gshard.mt.report.measures import Curve
-from gshard.mt.study.figures import Scored
+from gshard.mt.study.results import Scored
 
 FOLDER = Path(__file__).parents[1] / "docs" / "results" / "figure"
 PLANS = {"study": "", "longer": "longer_", "longest": "longest_"}  # and how their figures begin

@@ -18,7 +18,7 @@ from gshard.mt import atomic
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.errors import UserError, nearest
-from gshard.mt.typed import alternatives, built, described
+from gshard.mt.typed import alternatives, built, described, out_of_bounds
 from gshard.nn.config import LARGEST, Count, Dropped, Positive, SettingBounds, TransformerConfig
 
 _INFINITE = float("inf")
@@ -113,12 +113,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name, value, kind in settings(self):
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                continue
-            least, most = getattr(kind, "__metadata__", [(-LARGEST, LARGEST)])[0]
-            if not least <= value <= most:  # nan too
-                end = "" if most == _INFINITE else f" and at most {most:,}"
-                raise ValueError(f"{name} is {value:,}; it must be at least {least:,}{end}")
+            if why := out_of_bounds(value, kind, (-LARGEST, LARGEST)):
+                raise ValueError(f"{name} {why}")
 
 
 # What may change when a run is resumed: nothing that the losses depend on. (Another number of

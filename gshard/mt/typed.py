@@ -10,15 +10,17 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Annotated, Any, Literal
 
 from gshard.mt.errors import UserError, nearest
+from gshard.untrusted import short_repr
 
 
 def alternatives(kind: Any) -> list[Any]:
     """What a value of this type may be: plain types, and the values of a Literal."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Annotated:  # bounds are for the dataclass to check
+    if origin is Annotated:
         return alternatives(parts[0])
     if origin in (typing.Union, types.UnionType):
         return [each for part in parts for each in alternatives(part)]
@@ -80,7 +82,7 @@ def checked(
 def _value(kind: Any, value: Any, name: str, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
-            raise UserError(f"{where}{name} is {value!r}, and not a table of settings")
+            raise UserError(f"{where}{name} is {short_repr(value)}, and not a table of settings")
         return built(kind, value, where, f"{name}.")
     if isinstance(value, list):
         parts = typing.get_args(kind) if typing.get_origin(kind) is tuple else (Any,)
@@ -88,8 +90,22 @@ def _value(kind: Any, value: Any, name: str, where: str) -> Any:
     if kind is not Any and not is_a(value, kind):
         literals = [each for each in alternatives(kind) if isinstance(each, str)]
         hint = nearest(value, literals) if isinstance(value, str) else ""
-        raise UserError(f"{where}{name} is {value!r}, which is not {described(kind)}{hint}")
+        shown = short_repr(value)
+        raise UserError(f"{where}{name} is {shown}, which is not {described(kind)}{hint}")
+    if why := out_of_bounds(value, kind):
+        raise UserError(f"{where}{name} {why}")
     return value
+
+
+def out_of_bounds(value: Any, kind: Any, usual: tuple[float, float] = (-inf, inf)) -> str:
+    """Why a number is none of those that its type is annotated with, or else of the usual."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return ""
+    least, most = getattr(kind, "__metadata__", [usual])[0]
+    if least <= value <= most:  # nan is not
+        return ""
+    end = "" if most == inf else f" and at most {most:,}"
+    return f"is {value:,}; it must be at least {least:,}{end}"
 
 
 def built(kind: Any, table: Mapping[str, Any], where: str = "", prefix: str = "") -> Any:
@@ -99,7 +115,7 @@ def built(kind: Any, table: Mapping[str, Any], where: str = "", prefix: str = ""
         for field in dataclasses.fields(kind)
         if field.default is field.default_factory is dataclasses.MISSING
     ]
-    kinds = typing.get_type_hints(kind)
+    kinds = typing.get_type_hints(kind, include_extras=True)
     try:
         return kind(**checked(kinds, table, where, prefix, required))
     except (TypeError, ValueError) as error:

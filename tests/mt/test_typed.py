@@ -14,7 +14,7 @@ from gshard.mt.typed import built, checked, is_a
 @dataclass(frozen=True)
 class Inner:
     word: Literal["one", "two"]
-    most: Annotated[int | None, "bounds"] = None
+    most: Annotated[int | None, (1, 9)] = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ def test_lists_and_tables_become_tuples_and_dataclasses():
         ({}, "here: 'inner' is missing"),
         ({"inner": [{}]}, "here: 'inner.word' is missing"),
         ({"inner": [{"word": "on"}]}, "inner.word is 'on', which is not one or two; did you mean"),
+        ({"inner": [{"word": "two", "most": 10}]}, "inner.most is 10; it must be at least 1 and at"),
         ({"inner": [], "outer": 1}, "here: no setting 'outer'"),
         ({"inner": [], "pair": [1.0]}, "pair is .*, which is not a list of 2, each a number"),
         ({"inner": [], "pair": [True, 1]}, "pair is True, which is not a number"),

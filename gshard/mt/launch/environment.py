@@ -83,9 +83,8 @@ def _own(environment: Variables) -> Hosts | None:
 def _jax(environment: Variables) -> Hosts | None:
     """The names that JAX's documentation and MaxText use; JAX itself reads the address only."""
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    if not any(name in environment for name in names[1:]):
-        return None
-    return _plain(environment, "JAX_*", *names)
+    known = any(name in environment for name in names[1:])
+    return _plain(environment, "JAX_*", *names) if known else None
 
 
 def _slurm(environment: Variables) -> Hosts | None:

@@ -19,7 +19,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -33,6 +32,7 @@ from gshard.mt.errors import UserError
 from gshard.mt.release.exported import ROUTER, norms_of, products_of
 from gshard.mt.release.imported_files import (
     Tensors,
+    TheirSettings,
     read_json,
     read_settings,
     read_tokenizer,
@@ -100,31 +100,31 @@ def load_import(folder: Path) -> Transformer:
     return files.unnamed({name: jnp.asarray(weights[name]) for name in files.named(like)}, like)
 
 
-def model_config(folder: Path, given: dict[str, Any], rows: int) -> TransformerConfig:
+def model_config(folder: Path, given: TheirSettings, rows: int) -> TransformerConfig:
     """The settings in gshard's terms; the table has so many rows."""
     if reason := _inexpressible(given):
         raise UserError(f"{folder} has no form in gshard: {reason}")
-    experts = given["num_experts"] if given["model_type"] == "nllb-moe" else 0
-    hidden = max(given["encoder_ffn_dim"], given["decoder_ffn_dim"])
-    inside = "both" if not experts or given["decoder_sparse_step"] else "encoder"
+    experts = given.num_experts if given.model_type == "nllb-moe" else 0
+    hidden = max(given.encoder_ffn_dim, given.decoder_ffn_dim)
+    inside = "both" if not experts or given.decoder_sparse_step else "encoder"
     expert_hidden = hidden
     if inside == "encoder":  # the decoder's layers in their place have the size of two experts
-        expert_hidden = max(given["encoder_ffn_dim"], -(-given["decoder_ffn_dim"] // 2))
+        expert_hidden = max(given.encoder_ffn_dim, -(-given.decoder_ffn_dim // 2))
     first = _target_first(folder, given)
-    if rows != given["vocab_size"] or rows - first < 4 or (first and first < 4):
+    if rows != given.vocab_size or rows - first < 4 or (first and first < 4):
         raise UserError(
-            f"{folder}: the table has {rows} rows, and by config.json {given['vocab_size']}, with "
+            f"{folder}: the table has {rows} rows, and by config.json {given.vocab_size}, with "
             f"those of the target from {first}"
         )
-    head_dim = given["d_model"] // given["encoder_attention_heads"]
+    head_dim = given.d_model // given.encoder_attention_heads
     return TransformerConfig(
         source_vocab=first or rows,
         target_vocab=rows - first,
-        encoder_layers=given["encoder_layers"],
-        decoder_layers=given["decoder_layers"],
-        model_dim=given["d_model"],
+        encoder_layers=given.encoder_layers,
+        decoder_layers=given.decoder_layers,
+        model_dim=given.d_model,
         hidden_dim=hidden,
-        heads=given["encoder_attention_heads"],
+        heads=given.encoder_attention_heads,
         key_dim=head_dim,
         value_dim=head_dim,
         experts=experts,
@@ -132,44 +132,44 @@ def model_config(folder: Path, given: dict[str, Any], rows: int) -> TransformerC
         expert_hidden_dim=expert_hidden,
         gating=GatingConfig(second_expert="all"),
         biases=True,
-        first_position=given["pad_token_id"] + 1,
-        experts_every=given["encoder_sparse_step"] if experts else 2,
+        first_position=given.pad_token_id + 1,
+        experts_every=given.encoder_sparse_step if experts else 2,
         stacked=False,
     )
 
 
-def _inexpressible(given: dict[str, Any]) -> str:
+def _inexpressible(given: TheirSettings) -> str:
     """Why a checkpoint has no form in gshard, or ""."""
-    sparse = given["model_type"] == "nllb-moe"
-    steps = (given["encoder_sparse_step"], given["decoder_sparse_step"])
+    sparse = given.model_type == "nllb-moe"
+    steps = (given.encoder_sparse_step, given.decoder_sparse_step)
     checks: list[tuple[bool, str]] = [
         (
-            given["activation_function"] != "relu",
-            f"activation {given['activation_function']!r}",
+            given.activation_function != "relu",
+            f"activation {given.activation_function!r}",
         ),
-        (not given["scale_embedding"], "embeddings that are not scaled (scale_embedding)"),
-        (not given["tie_word_embeddings"], "an output projection of its own"),
+        (not given.scale_embedding, "embeddings that are not scaled (scale_embedding)"),
+        (not given.tie_word_embeddings, "an output projection of its own"),
         (
-            given["encoder_attention_heads"] != given["decoder_attention_heads"],
-            f"{given['encoder_attention_heads']} and {given['decoder_attention_heads']} heads",
+            given.encoder_attention_heads != given.decoder_attention_heads,
+            f"{given.encoder_attention_heads} and {given.decoder_attention_heads} heads",
         ),
         (
-            bool(given["encoder_layers"] % 2 or given["decoder_layers"] % 2),
-            f"{given['encoder_layers']} and {given['decoder_layers']} layers, which are not even",
+            bool(given.encoder_layers % 2 or given.decoder_layers % 2),
+            f"{given.encoder_layers} and {given.decoder_layers} layers, which are not even",
         ),
-        (given["d_model"] % 2 > 0, f"an odd d_model of {given['d_model']}"),
+        (given.d_model % 2 > 0, f"an odd d_model of {given.d_model}"),
         (
-            given["d_model"] % given["encoder_attention_heads"] > 0,
-            f"a d_model of {given['d_model']}, not a multiple of the heads",
+            given.d_model % given.encoder_attention_heads > 0,
+            f"a d_model of {given.d_model}, not a multiple of the heads",
         ),
-        (sparse and given["router_bias"], "a router with a bias (router_bias)"),
+        (sparse and given.router_bias, "a router with a bias (router_bias)"),
         (
-            sparse and not given["moe_eval_capacity_token_fraction"] >= 1,
+            sparse and not given.moe_eval_capacity_token_fraction >= 1,
             "tokens that are dropped (moe_eval_capacity_token_fraction below 1)",
         ),
         (
-            sparse and given["second_expert_policy"] != "all",
-            f"a second expert by chance ({given['second_expert_policy']!r})",
+            sparse and given.second_expert_policy != "all",
+            f"a second expert by chance ({given.second_expert_policy!r})",
         ),
         (
             sparse and (not steps[0] or steps[0] % 2 > 0 or steps[1] not in (0, steps[0])),
@@ -179,17 +179,17 @@ def _inexpressible(given: dict[str, Any]) -> str:
     return next((reason for holds, reason in checks if holds), "")
 
 
-def _target_first(folder: Path, given: dict[str, Any]) -> int:
+def _target_first(folder: Path, given: TheirSettings) -> int:
     """Where the target's part of the table begins in gshard's own layout; elsewhere 0."""
     own = all((folder / f"{side}.spm").is_file() for side in ("source", "target"))
-    return given["bos_token_id"] - START if own else 0
+    return given.bos_token_id - START if own else 0
 
 
 def _renamed(
-    given: dict[str, Any], tensors: Tensors, c: TransformerConfig
+    given: TheirSettings, tensors: Tensors, c: TransformerConfig
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The weights by gshard's names, in its order of dims."""
-    table = tensors.table(given["vocab_size"], c.model_dim)
+    table = tensors.table(given.vocab_size, c.model_dim)
     yield "source.table", table[: c.source_vocab]
     yield "target.table", table[-c.target_vocab :]
     for side, count in (("encoder", c.encoder_layers), ("decoder", c.decoder_layers)):
@@ -202,7 +202,7 @@ def _renamed(
             if files.has_experts(c, side, n):
                 gate = tensors(f"{place}.{ROUTER}", c.experts, c.model_dim)
                 yield f"{into}.moe.gate", gate.T
-            hidden = given[f"{side}_ffn_dim"]
+            hidden = getattr(given, f"{side}_ffn_dim")
             shapes = {"fc1": (hidden, c.model_dim), "fc2": (c.model_dim, hidden)}
             for ours, theirs in products_of(c, side, n):
                 shape = shapes.get(theirs[-3:], (c.model_dim, c.model_dim))
@@ -215,7 +215,7 @@ def _product(
     name: str,
     place: str,
     dims: tuple[int, ...],
-    given: dict[str, Any],
+    given: TheirSettings,
     tensors: Tensors,
     c: TransformerConfig,
 ) -> np.ndarray:
@@ -223,7 +223,7 @@ def _product(
     if "{}" not in place:
         return tensors(place, *dims).T
     # Training masks experts' results; afterwards each is made smaller by that share.
-    by = 1 - given["moe_token_dropout"] if name.endswith("o") else 1
+    by = 1 - given.moe_token_dropout if name.endswith("o") else 1
     each = [tensors(place.format(expert), *dims).T for expert in range(c.experts)]
     return np.stack(each) * np.float32(by)
 

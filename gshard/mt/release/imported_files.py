@@ -7,8 +7,9 @@ that follow from the settings, and every tensor has a place: what is damaged is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import sentencepiece
@@ -19,68 +20,52 @@ from gshard.mt.batching.tokenizer import SharedTokenizer, Tokenizer, VocabularyC
 from gshard.mt.errors import UserError
 from gshard.mt.release import exported
 from gshard.mt.typed import built
+from gshard.nn.config import LARGEST, Count, Positive, SettingBounds
 from gshard.untrusted import read_bytes, refuse_special, short_repr
 
-_KINDS = ("m2m_100", "nllb-moe")
-_DEFAULTS: dict[str, Any] = {  # of transformers, which leaves out what is as usual
-    "activation_function": "relu",
-    "scale_embedding": True,
-    "tie_word_embeddings": True,
-    "vocab_size": 128112,
-    "encoder_layers": 12,
-    "decoder_layers": 12,
-    "encoder_attention_heads": 16,
-    "decoder_attention_heads": 16,
-    "encoder_ffn_dim": 4096,
-    "decoder_ffn_dim": 4096,
-    "d_model": 1024,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "num_experts": 128,
-    "encoder_sparse_step": 4,
-    "decoder_sparse_step": 4,
-    "router_bias": False,
-    "moe_eval_capacity_token_fraction": 1.0,
-    "moe_token_dropout": 0.2,
-    "second_expert_policy": "all",
-}
-_LEAST = {"pad_token_id": -1}  # in gshard's own layout, whose positions begin with 0
-_FROM_ZERO = ("bos_token_id", "eos_token_id", "decoder_start_token_id", "encoder_sparse_step",
-              "decoder_sparse_step", "moe_eval_capacity_token_fraction",
-              "moe_token_dropout")  # fmt: skip
-_MOST = {"moe_token_dropout": 1}
 _NUMBERS = ("F16", "BF16", "F32", "F64")
 _TABLE = "model.shared.weight"
 _SAME = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 _COMPUTED = ("model.encoder.embed_positions.weights", "model.decoder.embed_positions.weights")
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """The settings in `config.json`, those that are not written included."""
+@dataclass(frozen=True)
+class TheirSettings:
+    """The settings of a checkpoint; those of transformers, which leaves out what is as usual."""
+
+    model_type: Literal["m2m_100", "nllb-moe"]
+    activation_function: str = "relu"
+    scale_embedding: bool = True
+    tie_word_embeddings: bool = True
+    vocab_size: Positive = 128_112
+    encoder_layers: Positive = 12
+    decoder_layers: Positive = 12
+    encoder_attention_heads: Positive = 16
+    decoder_attention_heads: Positive = 16
+    encoder_ffn_dim: Positive = 4096
+    decoder_ffn_dim: Positive = 4096
+    d_model: Positive = 1024
+    pad_token_id: Annotated[int, SettingBounds(-1, LARGEST)] = 1  # -1: positions begin with 0
+    bos_token_id: Count = 0
+    eos_token_id: Count = 2
+    decoder_start_token_id: Count = 2
+    num_experts: Positive = 128
+    encoder_sparse_step: Count = 4
+    decoder_sparse_step: Count = 4
+    router_bias: bool = False
+    moe_eval_capacity_token_fraction: Annotated[float, SettingBounds(0, LARGEST)] = 1.0
+    moe_token_dropout: Annotated[float, SettingBounds(0, 1)] = 0.2
+    second_expert_policy: str = "all"
+
+
+def read_settings(folder: Path) -> TheirSettings:
+    """The settings in `config.json`, of which others have no part in a model."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} has no config.json: it is no checkpoint of Hugging Face")
-    given = _DEFAULTS | read_json(path)
-    if given.get("model_type") not in _KINDS:
-        kind = short_repr(given.get("model_type"))
-        raise UserError(f"{folder} holds a {kind}; allowed are {' and '.join(_KINDS)}")
-    for name, usual in _DEFAULTS.items():
-        if allowed := _disallowed(name, given[name], usual):
-            raise UserError(f"{path}: {name} is {short_repr(given[name])}; allowed is {allowed}")
-    return given
-
-
-def _disallowed(name: str, value: Any, usual: Any) -> str:
-    """What a setting may be, if it is not."""
-    if isinstance(usual, (bool, str)):
-        kind = "text" if isinstance(usual, str) else "true or false"
-        return "" if type(value) is type(usual) else kind
-    least, most = _LEAST.get(name, 0 if name in _FROM_ZERO else 1), _MOST.get(name, 2**31 - 1)
-    kinds = (int,) if isinstance(usual, int) else (int, float)
-    fits = type(value) in kinds and least <= value <= most  # nan does not
-    return "" if fits else f"a number from {least} to {most}"
+    known = TheirSettings.__dataclass_fields__
+    given = {name: value for name, value in read_json(path).items() if name in known}
+    return built(TheirSettings, given, f"{path}: ")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -193,9 +178,7 @@ _CODES = {  # of M2M100's tokenizer, whose files do not list them
 }
 
 
-def read_tokenizer(
-    folder: Path, given: Mapping[str, Any], sizes: tuple[int, int]
-) -> Tokenizer | None:
+def read_tokenizer(folder: Path, given: TheirSettings, sizes: tuple[int, int]) -> Tokenizer | None:
     """The vocabularies: two in gshard's own layout, one of all ids in others; None without.
 
     `given` are the checkpoint's settings, and `sizes` the rows of its tables.
@@ -230,7 +213,7 @@ def _is_name(language: str) -> bool:
     return 0 < len(language) < 40 and language.isprintable() and not set(language) & set(" /<>")
 
 
-def read_shared(folder: Path, given: Mapping[str, Any], size: int) -> SharedTokenizer:
+def read_shared(folder: Path, given: TheirSettings, size: int) -> SharedTokenizer:
     """The tokenizer of an NLLB or M2M100 checkpoint, by the files that `transformers` writes.
 
     M2M100 has the ids of its pieces in `vocab.json`. NLLB's are those of the SentencePiece model
@@ -295,10 +278,10 @@ def _tags(folder: Path, settings: Mapping[str, Any], behind: int) -> dict[str, i
     return found
 
 
-def symbols(folder: Path, given: Mapping[str, Any]) -> list[int]:
+def symbols(folder: Path, given: TheirSettings) -> list[int]:
     """The ids of the symbols, in gshard's order; they have to be the first four."""
     pad, bos, eos, begin = (
-        int(given[f"{name}_token_id"]) for name in ("pad", "bos", "eos", "decoder_start")
+        getattr(given, f"{name}_token_id") for name in ("pad", "bos", "eos", "decoder_start")
     )
     unknown = set(range(len(_SYMBOLS))) - {pad, bos, eos}
     if len(unknown) != 1 or begin != eos:

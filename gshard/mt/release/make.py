@@ -112,9 +112,15 @@ def _training(run: Run, step: int) -> Iterator[str]:
         yield f"Cross-entropy of dev text: {dev[-1]:.3f} nats a token."
 
 
+def _evaluated(run: Run, step: int) -> dict[str, Any]:
+    """What the evaluation of these weights found; {} if there was none."""
+    found = read_results(run.folder / EVALUATION) or {}
+    return found if found.get("checkpoint") == step else {}
+
+
 def _scores(run: Run, step: int) -> Iterator[str]:
-    found = read_results(run.folder / EVALUATION)
-    if found is None or found["checkpoint"] != step:
+    found = _evaluated(run, step)
+    if not found:
         yield "These weights were not evaluated (run `gshard evaluate RUN` before the release)."
         return
     search = f"Beam {found['beam']}, alpha {found['alpha']:g}"
@@ -137,8 +143,8 @@ def _scores(run: Run, step: int) -> Iterator[str]:
 
 def _examples(run: Run, step: int) -> Iterator[str]:
     """A section of test sentences that nobody chose; none if these weights were not evaluated."""
-    found = read_results(run.folder / EVALUATION)
-    if found is None or found["checkpoint"] != step or not found.get("examples"):
+    found = _evaluated(run, step)
+    if not found.get("examples"):
         return
     first: dict[str, Mapping[str, Any]] = {}
     for example in found["examples"]:
@@ -175,8 +181,7 @@ def provenance(run: Run, step: int, command: str) -> dict[str, Any]:
         corpus = run.corpus
     except UserError:
         corpus = None
-    found = read_results(run.folder / EVALUATION)
-    scored = found["tasks"] if found is not None and found["checkpoint"] == step else {}
+    scored = _evaluated(run, step).get("tasks", {})
     directions = {}
     for task in run.tokenizer.tasks:
         scores = scored.get(str(task), {})

@@ -18,10 +18,11 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from gshard.mt.errors import UserError
 from gshard.mt.typed import checked
+from gshard.nn.config import SettingBounds
 
 LOCAL = "127.0.0.1"
 Logs = Literal["none", "text", "json"]
@@ -113,7 +114,7 @@ class Key:
 
     name: str
     key: str
-    per_minute: int = 0
+    per_minute: Annotated[int, SettingBounds(0, MOST)] = 0
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
@@ -139,10 +140,10 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 def _refuse_weak(path: Path, key: Key) -> None:
     is_sent = key.key.isascii() and key.key.isprintable() and key.key.strip() == key.key
-    if len(key.key) < _SHORTEST or not is_sent or not 0 <= key.per_minute <= MOST:
+    if len(key.key) < _SHORTEST or not is_sent:
         raise UserError(
             f"{path}: {key.name!r} needs a key of {_SHORTEST} characters or more (of ASCII, as "
-            f"headers are, without spaces around it), and a limit of 0 (none) to {MOST:,}"
+            f"headers are, without spaces around it)"
         )
 
 

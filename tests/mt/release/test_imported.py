@@ -181,7 +181,7 @@ REFUSED = {
     "second_expert_policy": ("sampling", "by chance"),
     "encoder_sparse_step": (1, "every 1 encoder"),
     "decoder_sparse_step": (2, "every 4 encoder and 2 decoder"),
-    "model_type": ("t5", "'t5'; allowed are m2m_100 and nllb-moe"),
+    "model_type": ("t5", "'t5', which is not m2m_100 or nllb-moe"),
 }
 
 

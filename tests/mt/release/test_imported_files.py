@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from gshard import cli
 from gshard.mt.release import exported
 from gshard.mt.release.imported import load_import, read_checkpoint
-from gshard.mt.release.imported_files import _DEFAULTS
+from gshard.mt.release.imported_files import TheirSettings
 from gshard.mt.training.weights import named
 from tests.mt.release.checkpoints import M, files, write
 from tests.nn import models
@@ -96,8 +96,8 @@ def test_a_tensor_that_is_not_as_config_json_says(case, whole, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"encoder_layers": 0}, "encoder_layers is 0; allowed is a number from 1"),
-        ({"encoder_ffn_dim": -1}, "encoder_ffn_dim is -1; allowed is a number from 1"),
+        ({"encoder_layers": 0}, "encoder_layers is 0; it must be at least 1"),
+        ({"encoder_ffn_dim": -1}, "encoder_ffn_dim is -1; it must be at least 1"),
         ({"encoder_layers": 10**6}, "has no tensor model.encoder.layers.2."),
         ({"num_experts": 10**6}, "shape [4, 16], and by config.json [1000000, 16]"),
         ({"decoder_layers": 4}, "has no tensor model.decoder.layers.2."),
@@ -227,7 +227,10 @@ def test_whatever_its_json_holds(data, whole, tmp_path_factory):
     if kind == "sparse" and data.draw(st.booleans()):
         words = {**words, "tokenizer_config.json": added}
     name = data.draw(st.sampled_from(["config.json", *words]))
-    content = {"config.json": {**_DEFAULTS, **given}, **words}[name]
+    content = {
+        "config.json": {**dataclasses.asdict(TheirSettings(given["model_type"])), **given},
+        **words,
+    }[name]
     damaged = changed(content, data)
     folder = tmp_path_factory.mktemp("damaged") / "theirs"
     write(folder, given, arrays, words)

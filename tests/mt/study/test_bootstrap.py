@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gshard.mt.evaluation.scores import score
-from gshard.mt.study.figures import (
+from gshard.mt.study.results import (
     METRICS,
     PairedTexts,
     drawn_languages,

@@ -6,7 +6,7 @@ from benchmarks import studied_far
 from gshard.mt.batching.tokenizer import Task
 from gshard.mt.evaluation.scores import score
 from gshard.mt.evaluation.store import HeldOut
-from gshard.mt.study.figures import statistics
+from gshard.mt.study.results import statistics
 
 ENGLISH = tuple(f"open the {n} files of folder {n * n}" for n in range(24))
 

@@ -10,8 +10,8 @@ import pytest
 from benchmarks import studied
 from gshard.mt.report import measures
 from gshard.mt.report.measures import centred_mean
-from gshard.mt.study import figures, results, tables
-from gshard.mt.study.figures import Scored
+from gshard.mt.study import results, tables
+from gshard.mt.study.results import Scored
 
 
 def model(name="a", scores=None, points=(), seconds=60.0, experts=0):
@@ -40,15 +40,15 @@ ZERO = {"de-en": task(25.0, 900, "high"), "gn-en": task(4.0, 10, "low", 20.0)}
 
 
 def test_languages_stand_in_the_order_of_their_text():
-    assert figures.by_resource(SCORES) == ["fr-en", "de-en", "gn-en"]
+    assert results.by_resource(SCORES) == ["fr-en", "de-en", "gn-en"]
 
 
 def test_gains_are_over_the_baseline_of_the_same_language():
-    found = figures.over(SCORES, ZERO)
+    found = results.over(SCORES, ZERO)
     assert {name: task["bleu"] for name, task in found.items()} == {"de-en": 5.0, "gn-en": 6.0}
-    assert figures.means(found.values())["bleu_all"] == 5.5
-    assert figures.means(found.values())["chrf_low"] == 30.0
-    assert figures.means(figures.over(SCORES, {}).values())["bleu_all"] is None
+    assert results.means(found.values())["bleu_all"] == 5.5
+    assert results.means(found.values())["chrf_low"] == 30.0
+    assert results.means(results.over(SCORES, {}).values())["bleu_all"] is None
 
 
 def test_smoothing_is_the_mean_of_ten_languages():
@@ -58,7 +58,7 @@ def test_smoothing_is_the_mean_of_ten_languages():
 
 
 def test_means_by_resource_and_tokens_a_second():
-    found = figures.means(SCORES.values())
+    found = results.means(SCORES.values())
     assert found["bleu_all"] == 20.0
     assert found["bleu_high"] == 25.0
     assert model(scores=SCORES).tokens_per_second == 100.0
@@ -72,8 +72,8 @@ def test_a_model_of_both_directions_has_a_row_for_each():
     found = model(scores={**SCORES, **back})
     assert [*model(scores=SCORES).by_direction] == ["to-english"]
     assert [*found.by_direction] == ["to-english", "from-english"]
-    assert figures.means(found.by_direction["to-english"])["bleu_all"] == 20.0
-    assert figures.means(found.by_direction["from-english"])["bleu_low"] == 6.0
+    assert results.means(found.by_direction["to-english"])["bleu_all"] == 20.0
+    assert results.means(found.by_direction["from-english"])["bleu_low"] == 6.0
     summary = results._summary(found, {}, 1.0)
     rows = tables.directions({"models": [summary]}).splitlines()
     assert [cell.strip() for cell in rows[3].split("|")][1:-1] == [
@@ -90,17 +90,17 @@ CURVE = [(1000.0, 10.0, 5.0), (2000.0, 20.0, 4.0), (4000.0, 40.0, 3.0)]
     ("seconds", "loss"), [(5, 5.0), (10, 5.0), (15, 4.5), (20, 4.0), (30, 3.5), (40, 3.0)]
 )
 def test_the_loss_at_equal_cost_lies_between_two_points(seconds, loss):
-    assert figures.at_equal_cost(curve(CURVE), seconds) == loss
+    assert results.at_equal_cost(curve(CURVE), seconds) == loss
 
 
 def test_past_its_end_a_run_has_no_loss():
-    assert figures.at_equal_cost(curve(CURVE), 41) is None
-    assert figures.at_equal_cost(curve([]), 1) is None
+    assert results.at_equal_cost(curve(CURVE), 41) is None
+    assert results.at_equal_cost(curve([]), 1) is None
 
 
 def test_efficiency_is_when_a_loss_was_first_reached():
     slow = model("slow", points=[(t, 2 * s, nll) for t, s, nll in CURVE[:2]])
-    found = figures.efficiency([model("fast", points=CURVE), slow])
+    found = results.efficiency([model("fast", points=CURVE), slow])
     rows = {row["loss"]: row["when"] for row in found}
     assert rows[4.0] == [(2000.0, 20.0), (2000.0, 40.0)]
     assert rows[3.0] == [(4000.0, 40.0), None]
