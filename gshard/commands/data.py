@@ -23,6 +23,12 @@ Tier = Annotated[
         autocompletion=complete_tiers,
     ),
 ]
+Vocabularies = Annotated[
+    Path | None, typer.Option(help="folder of the vocabularies", show_default="CORPUS/vocabulary")
+]
+Temperature = Annotated[
+    float, typer.Option(help="1 samples in proportion to the data, inf all languages equally")
+]
 CorpusFolder = Annotated[Path, typer.Argument(help="folder of a gathered corpus")]
 
 
@@ -91,7 +97,7 @@ def gather(
 
 def _on_ray(config: GatherConfig) -> GatherConfig:
     """The same on the nodes of a Ray cluster, which share files but not the current folder."""
-    from gshard.mt.errors import UserError
+    from gshard.errors import UserError
 
     try:
         from gshard.mt.data.cluster import connect
@@ -113,9 +119,9 @@ def stats(
 ) -> None:
     """Print the table of languages, what was dropped and why, and draw the power law."""
     from gshard.commands.show import console
+    from gshard.errors import UserError
     from gshard.mt.data import stats as work
     from gshard.mt.data.corpus import Corpus
-    from gshard.mt.errors import UserError
 
     opened = Corpus.open(corpus)
     console.print(work.language_table(opened, most))
@@ -132,18 +138,13 @@ def stats(
 @app.command(cls=PlainCommand)
 def vocabulary(
     corpus: CorpusFolder = Path("corpus"),
-    out: Annotated[
-        Path | None,
-        typer.Option(help="folder of the vocabularies", show_default="CORPUS/vocabulary"),
-    ] = None,
+    out: Vocabularies = None,
     source_size: Annotated[int, typer.Option(help="pieces of the source vocabulary")] = 16_000,
     target_size: Annotated[int, typer.Option(help="pieces of the target vocabulary")] = 8_000,
     directions: Annotated[
         str, typer.Option(help="to-english, from-english or both")
     ] = "to-english",
-    temperature: Annotated[
-        float, typer.Option(help="1 samples in proportion to the data, inf all languages equally")
-    ] = 5.0,
+    temperature: Temperature = 5.0,
     sentences: Annotated[int, typer.Option(help="sentences to train on, at most")] = 1_000_000,
     languages: Languages = "",
     seed: Annotated[int, typer.Option(help="random seed of the sample")] = 0,
@@ -171,17 +172,12 @@ def vocabulary(
 @app.command(cls=PlainCommand)
 def batches(
     corpus: CorpusFolder = Path("corpus"),
-    vocabulary: Annotated[
-        Path | None,
-        typer.Option(help="folder of the vocabularies", show_default="CORPUS/vocabulary"),
-    ] = None,
+    vocabulary: Vocabularies = None,
     steps: Annotated[int, typer.Option(help="batches to make")] = 200,
     rows: Annotated[int, typer.Option(help="rows of a batch")] = 32,
     source_length: Annotated[int, typer.Option(help="source tokens in a row")] = 64,
     target_length: Annotated[int, typer.Option(help="target tokens in a row")] = 36,
-    temperature: Annotated[
-        float, typer.Option(help="1 samples in proportion to the data, inf all languages equally")
-    ] = 5.0,
+    temperature: Temperature = 5.0,
     workers: Annotated[int, typer.Option(help="processes that read ahead; 0 uses threads")] = 0,
 ) -> None:
     """Make batches as training does, and show their padding, speed and mixture."""

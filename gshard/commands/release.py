@@ -26,9 +26,9 @@ def release(
 ) -> None:
     """Write what translating with a run needs: weights, vocabularies, settings and a card."""
     from gshard.commands.show import say
+    from gshard.errors import UserError, one_of
     from gshard.graph.readable import size
     from gshard.mt import hosts
-    from gshard.mt.errors import UserError, one_of
     from gshard.mt.release import exported, make
     from gshard.mt.run import Run as OpenedRun
 
@@ -61,19 +61,17 @@ def import_(
     out: Annotated[Path, typer.Option(help="the new folder of the model")],
 ) -> None:
     """Read a checkpoint of Hugging Face's NllbMoe or M2M100 as a gshard model with equal logits."""
-    import jax
-
     from gshard.commands.show import say
     from gshard.mt import hosts
     from gshard.mt.release.imported import import_model
     from gshard.mt.run import CONFIG
+    from gshard.mt.training.weights import count_of
 
     hosts.start(1)
     model = import_model(folder, out)
-    count = sum(leaf.size for leaf in jax.tree.leaves(model))
     c = model.config
     use = f"`gshard translate {out}` translates with it"
     if not (out / CONFIG).is_file():
         use = "in Python: gshard.mt.release.imported.load_import (it has no tokenizer)"
     layers = f"{c.encoder_layers} + {c.decoder_layers} layers"
-    say(f"{out}: {count:,} weights, {layers}, {c.experts} experts; {use}")
+    say(f"{out}: {count_of(model):,} weights, {layers}, {c.experts} experts; {use}")

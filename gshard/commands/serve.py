@@ -57,9 +57,9 @@ def serve(
     threads: options.Threads = 0,
 ) -> None:
     """Serve a model: LibreTranslate's API, and a page with a translation and its experts."""
+    from gshard.errors import UserError, one_of
     from gshard.mt.decoding.engines import engine_of
     from gshard.mt.decoding.texts import TranslateConfig
-    from gshard.mt.errors import UserError, one_of
     from gshard.mt.run import Run as OpenedRun
     from gshard.mt.serving.settings import LOGS, Settings, read_keys
     from gshard.mt.serving.workers import Served

@@ -57,9 +57,9 @@ def study(
 
 def _work(plan: Study, only: str, until: str, seconds: float, processes: int) -> None:
     from gshard.commands import show
+    from gshard.errors import one_of
     from gshard.mt import hosts
     from gshard.mt.data.corpus import Corpus
-    from gshard.mt.errors import one_of
     from gshard.mt.study.plan import STAGES
     from gshard.mt.study.queue import Shown, Wanted, work
 

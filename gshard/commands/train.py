@@ -142,7 +142,7 @@ def _compared(config: RunConfig, back_to: int | None) -> dict[str, object]:
 def _on_ray(arguments: Sequence[str], nodes: int, least: int) -> int:
     """Train on a Ray cluster; the exit status."""
     from gshard.commands.show import say
-    from gshard.mt.errors import UserError
+    from gshard.errors import UserError
     from gshard.mt.launch.local import gshard_command
     from gshard.mt.launch.supervisor import Supervisor, without_checkpoint
 
@@ -176,8 +176,8 @@ def _summarize(run: Run, outcome: Outcome) -> None:
 
 def _configured(what: str, settings: Sequence[str], corpus: Path | None) -> tuple[RunConfig, Path]:
     """The configuration that the command line asks for, and the default folder of its run."""
+    from gshard.errors import UserError
     from gshard.mt import config as configs
-    from gshard.mt.errors import UserError
     from gshard.mt.presets import PRESETS, preset
     from gshard.mt.run import CONFIG, Run
 
@@ -224,7 +224,7 @@ def launch(
 ) -> None:
     """Run several processes on this machine, and restart them when one dies or hangs."""
     from gshard.commands.show import say, screen
-    from gshard.mt.errors import UserError, nearest
+    from gshard.errors import UserError, nearest
     from gshard.mt.launch.local import ThisMachine, gshard_command
     from gshard.mt.launch.supervisor import Supervisor, Timeouts, without_checkpoint
 

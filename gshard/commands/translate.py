@@ -97,8 +97,8 @@ def translate(
 
 def _text(file: Path | None, encoding: str, out: Path | None) -> TextLines:
     """The text to translate, which the output may not replace."""
+    from gshard.errors import UserError
     from gshard.mt.decoding.lines import TextLines
-    from gshard.mt.errors import UserError
 
     if file and out and file.exists() and out.exists() and out.samefile(file):
         raise UserError(f"--out {out} is the text itself, which would be replaced")

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from gshard.mt.errors import UserError
+from gshard.errors import UserError
 from gshard.untrusted import printable as printable
 from gshard.untrusted import read_object as read_object
 from gshard.untrusted import read_text as read_text

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from gshard.errors import UserError, nearest
 from gshard.mt import atomic
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
-from gshard.mt.errors import UserError, nearest
 from gshard.mt.typed import alternatives, built, described, out_of_bounds
 from gshard.nn.config import LARGEST, Count, Dropped, Positive, SettingBounds, TransformerConfig
 

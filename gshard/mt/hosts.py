@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from gshard.errors import UserError
 from gshard.mt import _jax
 from gshard.mt._jax import CheckedCache
 from gshard.mt.config import DeviceConfig
-from gshard.mt.errors import MissingHostsError, NobodyCameError, UserError
 from gshard.mt.launch import company, status
-from gshard.mt.launch.company import fingerprint
+from gshard.mt.launch.company import MissingHostsError, NobodyCameError, fingerprint
 from gshard.mt.launch.environment import Hosts
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.untrusted import own_folder

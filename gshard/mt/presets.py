@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from gshard.errors import UserError, nearest
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.config import OptimizerConfig, RunConfig, TrainConfig
-from gshard.mt.errors import UserError, nearest
 from gshard.nn.config import GatingConfig, TransformerConfig
 from gshard.nn.family import FAMILY, Model
 

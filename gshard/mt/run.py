@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.atomic import LOCK
 from gshard.mt.batching.tokenizer import Tokenizer, train_tokenizer
 from gshard.mt.batching.tokens import TaskTokens, open_tokens
 from gshard.mt.config import RunConfig, conflicts, read, settings, to_json
-from gshard.mt.errors import UserError
 from gshard.mt.progress import Advance
 from gshard.nn.config import TransformerConfig, weight_shapes
 

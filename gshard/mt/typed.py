@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Annotated, Any, Literal
 
-from gshard.mt.errors import UserError, nearest
+from gshard.errors import UserError, nearest
 from gshard.untrusted import short_repr
 
 

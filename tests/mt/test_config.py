@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gshard.errors import UserError
 from gshard.mt import config as configs
-from gshard.mt.errors import UserError
 from gshard.mt.presets import PRESETS, preset
 
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from gshard import cli
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import Tokenizer
 from gshard.mt.config import read
 from gshard.mt.data import tiers
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.decoding.lines import FileOutput
-from gshard.mt.errors import UserError
 from gshard.mt.evaluation.baselines import read_tree, write_tree
 from gshard.mt.evaluation.store import Store, Translation
 from gshard.mt.run import read_metrics

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.atomic import OWNER, locked
-from gshard.mt.errors import UserError
 
 HOLDER = """
 import sys, pathlib

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from gshard.mt.errors import UserError
+from gshard.errors import UserError
 from gshard.mt.typed import built, checked, is_a
 
 
@@ -35,7 +35,10 @@ def test_lists_and_tables_become_tuples_and_dataclasses():
         ({}, "here: 'inner' is missing"),
         ({"inner": [{}]}, "here: 'inner.word' is missing"),
         ({"inner": [{"word": "on"}]}, "inner.word is 'on', which is not one or two; did you mean"),
-        ({"inner": [{"word": "two", "most": 10}]}, "inner.most is 10; it must be at least 1 and at"),
+        (
+            {"inner": [{"word": "two", "most": 10}]},
+            "inner.most is 10; it must be at least 1 and at",
+        ),
         ({"inner": [], "outer": 1}, "here: no setting 'outer'"),
         ({"inner": [], "pair": [1.0]}, "pair is .*, which is not a list of 2, each a number"),
         ({"inner": [], "pair": [True, 1]}, "pair is True, which is not a number"),

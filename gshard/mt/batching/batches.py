@@ -20,10 +20,10 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from gshard.errors import UserError
 from gshard.mt.batching.packing import Arrays, fill, pack
 from gshard.mt.batching.tokenizer import temperature_shares
 from gshard.mt.batching.tokens import TaskTokens
-from gshard.mt.errors import UserError
 from gshard.mt.launch.status import belong_to_parent
 from gshard.nn.config import Count, SettingBounds
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import sentencepiece
 
+from gshard.errors import UserError, nearest, one_of
 from gshard.mt import atomic
-from gshard.mt.errors import UserError, nearest, one_of
 from gshard.nn.config import Count, SettingBounds
 
 if TYPE_CHECKING:

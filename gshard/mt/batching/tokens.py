@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import Task, Tokenizer
-from gshard.mt.errors import UserError
 from gshard.mt.progress import Advance
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gshard.errors import UserError, nearest
 from gshard.mt import atomic
 from gshard.mt.data.splits import SPLITS, CorpusRow
-from gshard.mt.errors import UserError, nearest
 
 MANIFEST = "manifest.json"
 VERSION = 1

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.data.tiers import Package, Source
 from gshard.mt.data.unpack import STAMP, BrokenPackageError, Fetched, reading, unpack
-from gshard.mt.errors import UserError
 
 _LONGEST = 300  # longest description of a problem, in characters
 _BATCH = 25  # Debian packages a call of apt-get: few enough for a lively progress bar

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.atomic import locked
 from gshard.mt.data import fetch, jobs
@@ -38,7 +39,6 @@ from gshard.mt.data.splits import (
 )
 from gshard.mt.data.tiers import Tier
 from gshard.mt.data.user_text import Own
-from gshard.mt.errors import UserError
 from gshard.mt.launch.status import end_with_parent
 from gshard.mt.progress import SILENT, Progress
 

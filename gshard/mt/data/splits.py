@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gshard.errors import UserError
 from gshard.mt.data.clean import PLACEHOLDER
-from gshard.mt.errors import UserError
 
 SPLITS = ("train", "dev", "test")  # the stronger one last
 MIN_WORDS, MAX_WORDS = 5, 40  # of a held-out sentence

@@ -15,8 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from gshard.errors import UserError, nearest, one_of
 from gshard.mt import atomic
-from gshard.mt.errors import UserError, nearest, one_of
 from gshard.mt.typed import checked
 
 Client = Literal["pip", "apt", "npm", "apt-descriptions"]

@@ -16,13 +16,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gshard.errors import UserError, nearest
 from gshard.mt import atomic
 from gshard.mt.data import readers
 from gshard.mt.data.locales import language_of
 from gshard.mt.data.splits import SPLITS
 from gshard.mt.data.tiers import Reading
 from gshard.mt.data.unpack import Files
-from gshard.mt.errors import UserError, nearest
 
 _COLUMNS = ("language", "source", "english", "origin", "split")
 _COMPRESSION = {".zst": "zstd", ".gz": "gzip", ".bz2": "bz2", ".lz4": "lz4"}

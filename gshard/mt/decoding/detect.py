@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gshard.errors import UserError
 from gshard.mt.data.corpus import Corpus
-from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.training.weights import DETECTOR, WeightsFile, write_weights
 

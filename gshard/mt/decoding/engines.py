@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from gshard.errors import UserError, one_of
 from gshard.mt.broadcast import Broadcast
 from gshard.mt.config import DeviceConfig
 from gshard.mt.decoding.texts import TextTranslator, TranslateConfig
-from gshard.mt.errors import UserError, one_of
 from gshard.mt.launch.environment import Hosts
 from gshard.mt.training import weights as files
 
@@ -166,12 +166,10 @@ def _weights(run: Run, which: str) -> tuple[Load, int, int]:
     """The weights by name as they are stored, how many there are, and their step."""
     if not files.is_release(run) or which == "untrained":
         from gshard.mt.training.loading import load_model
-        from gshard.mt.training.weights import named
 
         model, step = load_model(run, which)
-        arrays = named(model)
-        count = sum(leaf.size for leaf in arrays.values())
-        return lambda name: np.asarray(arrays[name]), count, step
+        arrays = files.named(model)
+        return lambda name: np.asarray(arrays[name]), files.count_of(model), step
     step = files.opened_release(run, which)
     weights = files.WeightsFile(run.folder / files.WEIGHTS)
     return weights.stored, sum(map(math.prod, weights.shapes.values())), step

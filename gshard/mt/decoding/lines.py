@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.atomic import hold
-from gshard.mt.errors import UserError
 
 _READ = 1 << 16  # bytes at a time
 _PAUSE = 0.05  # seconds without anything to read that end a chunk

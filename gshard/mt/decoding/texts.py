@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gshard.errors import UserError, nearest
 from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
 from gshard.mt.broadcast import Broadcast
 from gshard.mt.decoding.search import BeamConfig, Translations
 from gshard.mt.decoding.segment import cut, cut_sentences
-from gshard.mt.errors import UserError, nearest
 from gshard.mt.progress import SILENT, Progress
 from gshard.nn.config import TransformerConfig
 

@@ -28,6 +28,7 @@ from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
 from gshard.mt.broadcast import Broadcast
 from gshard.mt.decoding import search as flat
 from gshard.mt.decoding.texts import Choices, Routings, TextTranslator, TranslateConfig
+from gshard.mt.training.weights import count_of
 from gshard.nn.config import Batch
 from gshard.nn.gating import Routing
 from gshard.nn.strategy import ONE_DEVICE, Strategy
@@ -147,8 +148,7 @@ class Translator(TextTranslator):
         broadcast: Broadcast | None = None,
         name: str = "",
     ):
-        count = sum(leaf.size for leaf in jax.tree.leaves(model))
-        super().__init__(tokenizer, config, model.config, count, broadcast, name)
+        super().__init__(tokenizer, config, model.config, count_of(model), broadcast, name)
         self.strategy = strategy
         self._model = model
         self._devices = list((devices or jax.devices())[: strategy.devices])

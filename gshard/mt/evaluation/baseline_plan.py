@@ -20,10 +20,10 @@ import jax
 import numpy as np
 
 import gshard
+from gshard.errors import UserError
 from gshard.mt.batching.tokenizer import Task
 from gshard.mt.batching.tokens import TaskTokens, open_tokens, some_of
 from gshard.mt.data.splits import fingerprint
-from gshard.mt.errors import UserError
 from gshard.mt.evaluation.baseline_group import BaselineTraining
 from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.step import init_state, train_step

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.batching.batches import BatchConfig, Batches
 from gshard.mt.batching.packing import Arrays
 from gshard.mt.batching.tokens import TaskTokens
-from gshard.mt.errors import UserError
 from gshard.mt.evaluation import baseline_plan as plans
 from gshard.mt.evaluation import evaluate
 from gshard.mt.evaluation import store as stored
@@ -29,7 +29,7 @@ from gshard.mt.evaluation.baseline_group import GroupState, compiled_group, mode
 from gshard.mt.evaluation.scores import resource_groups
 from gshard.mt.evaluation.systems import batches_of
 from gshard.mt.progress import SILENT, Advance, Progress
-from gshard.mt.training.weights import named, unnamed
+from gshard.mt.training.weights import count_of, named, unnamed
 from gshard.nn.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _train_group(
             "seconds": round(seconds / len(group), 1),
             "limit": baseline.limit,
             "system": evaluate.digest_of(model, run.tokenizer.digest),
-            "weights": evaluate.weights_of(model),
+            "weights": count_of(model),
         }
         with atomic.new_folder(_place(run.folder, baseline)) as part:
             write_tree(part / "weights.npz", model)

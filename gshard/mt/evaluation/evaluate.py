@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import sparse
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import Task
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.data.splits import fingerprint
 from gshard.mt.decoding.texts import TranslateConfig
-from gshard.mt.errors import UserError
 from gshard.mt.evaluation import scores as scoring
 from gshard.mt.evaluation import store as stored
 from gshard.mt.progress import SILENT, Progress
@@ -248,13 +248,6 @@ def digest_of(model: Transformer, tokenizer: str) -> str:
         few = here[:8] if here.ndim > 1 else here
         digest.update(np.ascontiguousarray(np.asarray(few, np.float32)).tobytes())
     return digest.hexdigest()[:16]
-
-
-def weights_of(model: Transformer) -> int:
-    """How many weights a model has."""
-    import jax
-
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model))
 
 
 def read_results(path: Path) -> dict[str, Any] | None:

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from gshard.errors import UserError, nearest
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import Task, Tokenizer
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.data.splits import SPLITS, fingerprint
-from gshard.mt.errors import UserError, nearest
 from gshard.mt.progress import SILENT, Progress
 
 

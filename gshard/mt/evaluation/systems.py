@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 import gshard
+from gshard.errors import UserError
 from gshard.mt import hosts
 from gshard.mt.batching.packing import Arrays, fill, pack
 from gshard.mt.batching.tokenizer import Tokenizer
@@ -28,13 +29,13 @@ from gshard.mt.broadcast import Broadcast
 from gshard.mt.config import DeviceConfig
 from gshard.mt.decoding.engines import EngineConfig, on_host, open_translator
 from gshard.mt.decoding.translator import Translator
-from gshard.mt.errors import UserError
-from gshard.mt.evaluation.evaluate import EvaluateConfig, System, digest_of, search_of, weights_of
+from gshard.mt.evaluation.evaluate import EvaluateConfig, System, digest_of, search_of
 from gshard.mt.evaluation.store import AnyTranslator, HeldOut
 from gshard.mt.launch.environment import Hosts
 from gshard.mt.progress import SILENT, Progress
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model, model_like
+from gshard.mt.training.weights import count_of
 from gshard.nn.config import Batch
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
@@ -166,7 +167,7 @@ def system_of(
         strategy = loaded.strategy
         return expert_loads(model, run.tokenizer, sets, lengths, strategy, progress, routed)
 
-    digest, weights = digest_of(model, run.tokenizer.digest), weights_of(model)
+    digest, weights = digest_of(model, run.tokenizer.digest), count_of(model)
     counted = loads if model.config.experts else None
 
     def translator() -> AnyTranslator:

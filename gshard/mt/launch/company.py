@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any
 
 from gshard.errors import UserError
-from gshard.mt.errors import MissingHostsError
 
 _AGREEING = 120.0  # seconds that processes wait for each other's words
 _PARTING = 10.0  # seconds that those who end wait for the others, who may end as well
@@ -51,6 +50,18 @@ _MISSED = re.compile(
     re.IGNORECASE,
 )
 _TASK = r"(?:\S*task:)?(\d+)"
+
+
+class MissingHostsError(UserError):
+    """Other processes of the run are not there; they may be when it is tried again."""
+
+    status = 75  # "temporary failure" of sysexits.h
+
+
+class NobodyCameError(MissingHostsError):
+    """The same, while JAX still waits for them in a thread that cannot be ended."""
+
+    at_once = True
 
 
 class Company:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from gshard.mt.errors import UserError
+from gshard.errors import UserError
 
 Variables = Mapping[str, str]
 

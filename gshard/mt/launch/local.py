@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gshard.mt.errors import UserError
+from gshard.errors import UserError
 from gshard.mt.launch import status
 from gshard.mt.launch.status import recorded
 

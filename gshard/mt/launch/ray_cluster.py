@@ -22,7 +22,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gshard.mt.errors import UserError
+from gshard.errors import UserError
 from gshard.mt.launch.local import LocalChild, free_port, member
 from gshard.mt.launch.status import Status
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from gshard.mt.errors import UserError
+from gshard.errors import UserError
 from gshard.mt.launch import status
 from gshard.mt.launch.status import ALONE, WAITING, Status, is_second_request, stop_signals
 

@@ -32,13 +32,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import END, PAD, START, UNKNOWN, Tokenizer
-from gshard.mt.errors import UserError
 from gshard.mt.release.make import CARD, card
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model
-from gshard.mt.training.weights import has_experts, in_layer, named, write_weights
+from gshard.mt.training.weights import count_of, has_experts, in_layer, named, write_weights
 from gshard.nn.config import EPSILON, TransformerConfig
 from gshard.nn.layers import sinusoids
 from gshard.nn.transformer import Transformer
@@ -94,8 +94,7 @@ def _expressible(run: Run, out: Path, which: str, tool: str) -> tuple[Transforme
 
 
 def _card(run: Run, model: Transformer, step: int, weights: Path) -> str:
-    count = sum(leaf.size for leaf in jax.tree.leaves(model))
-    return card(run, step, count, weights.stat().st_size, "float32")
+    return card(run, step, count_of(model), weights.stat().st_size, "float32")
 
 
 def renamed(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:

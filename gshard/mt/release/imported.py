@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import START, SharedTokenizer, VocabularyConfig
 from gshard.mt.config import RunConfig, to_json
-from gshard.mt.errors import UserError
 from gshard.mt.release.exported import ROUTER, norms_of, products_of
 from gshard.mt.release.imported_files import (
     Tensors,

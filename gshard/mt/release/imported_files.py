@@ -15,9 +15,9 @@ import numpy as np
 import sentencepiece
 from safetensors import SafetensorError, safe_open
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import SharedTokenizer, Tokenizer, VocabularyConfig
-from gshard.mt.errors import UserError
 from gshard.mt.release import exported
 from gshard.mt.typed import built
 from gshard.nn.config import LARGEST, Count, Positive, SettingBounds

@@ -18,14 +18,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 import gshard
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.config import DataConfig, DeviceConfig, RunConfig, to_json
 from gshard.mt.decoding.detect import detector_of
-from gshard.mt.errors import UserError
 from gshard.mt.evaluation.evaluate import EVALUATION, read_results
 from gshard.mt.run import CONFIG, Run
 from gshard.mt.training import weights as files
@@ -223,9 +222,8 @@ def make_release(
         run.tokenizer.save(part / files.VOCABULARY)
         files.write_weights(part / files.WEIGHTS, arrays, {"step": str(step), "run": run.name})
         atomic.write_json(part / CONFIG, to_json(anywhere(run.config)))
-        weights = sum(leaf.size for leaf in jax.tree.leaves(model))
         size = (part / files.WEIGHTS).stat().st_size
-        text = card(run, step, weights, size, precision)
+        text = card(run, step, files.count_of(model), size, precision)
         (part / CARD).write_text(text, encoding="utf-8")
         if detector := detector_of(run):
             detector.save(part / files.DETECTOR)

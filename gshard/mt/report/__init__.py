@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from gshard.errors import UserError
 from gshard.mt import atomic
-from gshard.mt.errors import UserError
 from gshard.mt.report.gathered import Gathered, gather
 from gshard.mt.report.page import render
 

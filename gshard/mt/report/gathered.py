@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gshard.errors import UserError
 from gshard.mt import atomic
-from gshard.mt.errors import UserError
 
 FILES = ("config.json", "metrics.jsonl", "evaluation.json", "baselines.json")
 VERSION = 1  # of evaluation.json and baselines.json

@@ -24,10 +24,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from gshard.errors import UserError
 from gshard.mt.batching.tokenizer import Task
 from gshard.mt.decoding.detect import Detector
 from gshard.mt.decoding.texts import Hypothesis, choose_target
-from gshard.mt.errors import UserError
 from gshard.mt.serving import documents, requests
 from gshard.mt.serving.observing import Metrics, note
 from gshard.mt.serving.service import PIECES, RefusedError, Service

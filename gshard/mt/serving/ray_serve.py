@@ -20,9 +20,9 @@ from typing import Any
 import ray
 from ray import serve
 
+from gshard.errors import UserError, one_of
 from gshard.mt.decoding.engines import engine_of
 from gshard.mt.decoding.texts import TranslateConfig
-from gshard.mt.errors import UserError, one_of
 from gshard.mt.run import Run
 from gshard.mt.serving.server import Access, application
 from gshard.mt.serving.service import SECONDS, WAITING

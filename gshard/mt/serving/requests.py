@@ -20,8 +20,8 @@ from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
+from gshard.errors import nearest
 from gshard.mt.decoding.texts import well_formed
-from gshard.mt.errors import nearest
 from gshard.mt.serving import documents
 from gshard.mt.serving.service import RefusedError
 

@@ -42,8 +42,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from gshard.errors import UserError
 from gshard.mt.decoding.detect import Detector
-from gshard.mt.errors import UserError
 from gshard.mt.serving import openapi, requests
 from gshard.mt.serving.api import Api
 from gshard.mt.serving.observing import Observed, start_logs

@@ -21,6 +21,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
+from gshard.errors import UserError
 from gshard.mt.decoding.texts import (
     Hypothesis,
     TextTranslator,
@@ -29,7 +30,6 @@ from gshard.mt.decoding.texts import (
     routes,
     well_formed,
 )
-from gshard.mt.errors import UserError
 
 LONGEST = 5_000  # characters of a text
 PIECES = 100  # of a text, each as long as the model can take; rare characters need many

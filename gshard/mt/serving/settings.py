@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from gshard.mt.errors import UserError
+from gshard.errors import UserError
 from gshard.mt.typed import checked
 from gshard.nn.config import SettingBounds
 

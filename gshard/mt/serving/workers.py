@@ -17,10 +17,10 @@ from starlette.applications import Starlette
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
+from gshard.errors import UserError
 from gshard.mt.decoding.detect import Detector, detector_of
 from gshard.mt.decoding.engines import EngineConfig, open_translator
 from gshard.mt.decoding.texts import TranslateConfig
-from gshard.mt.errors import UserError
 from gshard.mt.launch.status import end_with_parent
 from gshard.mt.run import Run
 from gshard.mt.serving.server import Access, application, configured, listen

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from gshard.errors import UserError, nearest
 from gshard.mt import atomic
 from gshard.mt.atomic import known_object
 from gshard.mt.config import RunConfig, conflicts, override, read
-from gshard.mt.errors import UserError, nearest
 from gshard.mt.evaluation.baseline_plan import SIZES, BaselineConfig, Size, of_steps
 from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION, EvaluateConfig, System

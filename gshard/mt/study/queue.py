@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gshard.errors import UserError
 from gshard.mt import atomic, hosts
 from gshard.mt.atomic import known_object, locked
 from gshard.mt.batching.batches import Batches
 from gshard.mt.config import DeviceConfig, RunConfig
 from gshard.mt.decoding.translator import Translator
-from gshard.mt.errors import UserError
 from gshard.mt.evaluation.baselines import evaluate_baselines, translate_baselines
 from gshard.mt.evaluation.evaluate import evaluate, loads_of, search_of, translations
 from gshard.mt.evaluation.store import AnyTranslator, held_out, tasks_of

@@ -29,9 +29,9 @@ import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.atomic import known_object
-from gshard.mt.errors import UserError
 from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION, translations
 from gshard.mt.evaluation.scores import by_test, cut_of

@@ -21,8 +21,8 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from gshard.errors import UserError, nearest
 from gshard.mt import atomic, hosts
-from gshard.mt.errors import UserError, nearest
 from gshard.mt.run import ID
 from gshard.mt.training import agreement
 from gshard.mt.training.weights import damage, named, unnamed, write_checksums

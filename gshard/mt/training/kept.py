@@ -34,9 +34,9 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 import gshard
+from gshard.errors import UserError
 from gshard.mt import _jax, atomic, hosts
 from gshard.mt._jax import CheckedCache
-from gshard.mt.errors import UserError
 from gshard.mt.launch.company import fingerprint
 
 LAYOUT = "layout.json"

@@ -20,9 +20,9 @@ import jax
 import numpy as np
 
 import gshard
+from gshard.errors import UserError
 from gshard.mt import atomic, hosts
 from gshard.mt.config import CHANGEABLE, OptimizerConfig, fall_if_changeable
-from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.training import weights as files
 from gshard.mt.training.weights import named, unnamed

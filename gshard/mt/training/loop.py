@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gshard.errors import UserError
 from gshard.mt import hosts
 from gshard.mt.batching.batches import Batches, BatchIterator
 from gshard.mt.batching.packing import Arrays
-from gshard.mt.errors import UserError
 from gshard.mt.launch.status import Reporter
 from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 import gshard
+from gshard.errors import UserError
 from gshard.mt import hosts
 from gshard.mt.batching.batches import Batches, Host
 from gshard.mt.batching.packing import Arrays
-from gshard.mt.errors import UserError
 from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run
 from gshard.mt.training.checkpoint import FOLDER, Checkpoints

@@ -20,10 +20,10 @@ import optax
 from jax import Array
 
 import gshard
+from gshard.errors import UserError
 from gshard.mt.batching.batches import Host
 from gshard.mt.batching.packing import Arrays
 from gshard.mt.config import OptimizerConfig, RunConfig, settings
-from gshard.mt.errors import UserError
 from gshard.mt.training import kept
 from gshard.mt.training.kept import for_shapes, layout_of_run
 from gshard.nn.config import Batch, Remat, TransformerConfig, choose_remat

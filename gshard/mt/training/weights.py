@@ -31,9 +31,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import FILES
-from gshard.mt.errors import UserError
 from gshard.mt.run import CONFIG, Run
 from gshard.nn.config import TransformerConfig
 
@@ -224,6 +224,13 @@ def has_experts(c: TransformerConfig, side: str, n: int) -> bool:
     """Whether layer `n` of a stack has experts."""
     placed = (n + 1) % c.experts_every == 0
     return bool(placed and c.experts and (side == "encoder" or c.experts_in == "both"))
+
+
+def count_of(model: Any) -> int:
+    """How many weights a model has."""
+    import jax
+
+    return sum(leaf.size for leaf in jax.tree.leaves(model))
 
 
 CHECKSUMS = "checksums.json"

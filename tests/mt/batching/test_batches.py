@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gshard.errors import UserError
 from gshard.mt.batching.batches import BatchConfig, Batches, Cycle, Host, Stream
 from gshard.mt.batching.tokenizer import END, PAD, START
-from gshard.mt.errors import UserError
 
 NAMES = {
     "source",

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gshard.errors import UserError
 from gshard.mt.batching import tokens as tokens_module
 from gshard.mt.batching.tokenizer import (
     END,
@@ -19,7 +20,6 @@ from gshard.mt.batching.tokenizer import (
     train_tokenizer,
 )
 from gshard.mt.batching.tokens import open_tokens
-from gshard.mt.errors import UserError
 from tests.mt.samples import sentence, translated
 
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from gshard.commands.translate import _text
+from gshard.errors import UserError
 from gshard.mt.decoding.engines import only_cpus
-from gshard.mt.errors import UserError
 from gshard.mt.release.make import make_release
 from tests.mt.runs import make_run
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.data import fetch, tiers, unpack
 from gshard.mt.data.tiers import Package, Reading, Source
-from gshard.mt.errors import UserError
 from tests.mt.samples import mo
 
 METADATA = "Metadata-Version: 2.1\nName: app\nVersion: 1.5\nLicense-Expression: MIT\n\nText"

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gshard.errors import UserError
 from gshard.mt.data import fetch, jobs, tiers, unpack, user_text
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.data.gather import GatherConfig, gather
@@ -13,7 +14,6 @@ from gshard.mt.data.locales import language_of
 from gshard.mt.data.splits import SPLITS, HeldOutShares, fold
 from gshard.mt.data.tiers import Package
 from gshard.mt.data.user_text import parse_own
-from gshard.mt.errors import UserError
 from tests.mt.samples import mo, sentence, translated
 
 SHARES = HeldOutShares(0.1, 0.1)

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.atomic import locked
 from gshard.mt.data import fetch, jobs, readers, tiers, unpack
@@ -20,7 +21,6 @@ from gshard.mt.data.splits import HeldOutShares
 from gshard.mt.data.tiers import Package, Reading, Source
 from gshard.mt.data.unpack import Files
 from gshard.mt.data.user_text import parse_own
-from gshard.mt.errors import UserError
 from tests.mt.samples import mo, sentence, translated
 
 SHARES = HeldOutShares(0.1, 0.1)

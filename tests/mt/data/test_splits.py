@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gshard.errors import UserError
 from gshard.mt.data import corpus, splits
 from gshard.mt.data.splits import (
     MAX_VARIANTS,
@@ -18,7 +19,6 @@ from gshard.mt.data.splits import (
     split_language,
     without_duplicates,
 )
-from gshard.mt.errors import UserError
 from tests.mt.samples import sentence
 
 # Few distinct sentences in several spellings, so that collisions are the rule.

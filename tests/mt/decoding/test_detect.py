@@ -5,8 +5,8 @@ import pydoc_data.topics
 import numpy as np
 import pytest
 
+from gshard.errors import UserError
 from gshard.mt.decoding.detect import Detector, _counts, accuracy
-from gshard.mt.errors import UserError
 from gshard.mt.training.weights import write_weights
 
 

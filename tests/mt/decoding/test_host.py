@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gshard.errors import UserError
 from gshard.mt.batching.tokenizer import PAD
 from gshard.mt.decoding.engines import EngineConfig, engine_of, open_translator
 from gshard.mt.decoding.host.layers import choices
@@ -19,7 +20,6 @@ from gshard.mt.decoding.host.translator import HostModel, host_search
 from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.decoding.texts import TranslateConfig, routes
 from gshard.mt.decoding.translator import beam_search
-from gshard.mt.errors import UserError
 from gshard.mt.release.make import make_release, verify
 from gshard.mt.run import Run
 from gshard.mt.training.weights import Quantized, named, quantize, summed_axes

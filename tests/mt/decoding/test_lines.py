@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gshard.errors import UserError
 from gshard.mt.decoding import lines as lines_module
 from gshard.mt.decoding.lines import TextLines
 from gshard.mt.decoding.segment import cut
-from gshard.mt.errors import UserError
 
 
 # Cutting. Sizes are not additive: that of a joined text may be more than that of its parts.

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from gshard.errors import UserError
 from gshard.mt.decoding.lines import FileOutput, Output
-from gshard.mt.errors import UserError
 
 TEXT = [f"line {n}" for n in range(10)]
 SETTINGS = {"step": 5, "beam": 4}

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from gshard.errors import UserError
 from gshard.mt.batching.batches import BatchConfig, Batches
 from gshard.mt.batching.tokens import some_of
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import Translator
-from gshard.mt.errors import UserError
 from gshard.mt.evaluation import baselines
 from gshard.mt.evaluation.baseline_group import (
     BaselineGroup,

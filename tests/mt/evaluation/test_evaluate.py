@@ -11,11 +11,11 @@ import sacrebleu
 
 from gshard import cli
 from gshard.commands.evaluate import average_table, comparable, notes, task_table
+from gshard.errors import UserError
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import Task
 from gshard.mt.batching.tokens import in_memory
 from gshard.mt.config import DataConfig, RunConfig
-from gshard.mt.errors import UserError
 from gshard.mt.evaluation.evaluate import EvaluateConfig, System, evaluate, examples, from_training
 from gshard.mt.evaluation.store import Store, Translation, held_out, tasks_of
 from gshard.mt.evaluation.systems import batches_of, expert_loads

@@ -9,9 +9,8 @@ import threading
 import pytest
 
 from gshard.errors import UserError
-from gshard.mt.errors import MissingHostsError
 from gshard.mt.launch import company
-from gshard.mt.launch.company import Company, absent, differences, fingerprint
+from gshard.mt.launch.company import Company, MissingHostsError, absent, differences, fingerprint
 
 TIMED_OUT = (
     "DEADLINE_EXCEEDED: Barrier timed out. Id: x::0. This usually happens because a task triggered "

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from gshard.commands.options import members
+from gshard.errors import UserError
 from gshard.mt import hosts
-from gshard.mt.errors import MissingHostsError, UserError
+from gshard.mt.launch.company import MissingHostsError
 from gshard.mt.launch.environment import Hosts, find
 from gshard.mt.launch.local import free_port
 

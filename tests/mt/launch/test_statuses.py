@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from gshard import cli
-from gshard.mt.errors import MissingHostsError, UserError
+from gshard.errors import UserError
 from gshard.mt.launch import local, supervisor
+from gshard.mt.launch.company import MissingHostsError
 from gshard.mt.launch.local import LocalChild
 from gshard.mt.launch.status import ALONE, WAITING, Reporter, Status, read
 from gshard.mt.launch.supervisor import Failure, Supervisor, Timeouts

@@ -3,9 +3,9 @@
 import pytest
 
 from gshard import cli
+from gshard.errors import UserError
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import Translator
-from gshard.mt.errors import UserError
 from gshard.mt.training.loading import load_model
 from tests.mt.release.test_huggingface import KINDS, made
 from tests.mt.samples import sentence

@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from gshard.errors import UserError
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import END, START
 from gshard.mt.config import RunConfig
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import Translator
-from gshard.mt.errors import UserError
 from gshard.mt.release.exported import export
 from gshard.mt.run import Run
 from gshard.mt.training.checkpoint import Checkpoints

@@ -7,9 +7,9 @@ import pytest
 import sentencepiece
 
 from gshard import cli
+from gshard.errors import UserError
 from gshard.mt.decoding.engines import EngineConfig, open_translator
 from gshard.mt.decoding.texts import TranslateConfig
-from gshard.mt.errors import UserError
 from gshard.mt.release.imported import import_model
 from gshard.mt.run import Run
 from gshard.mt.serving.service import Service

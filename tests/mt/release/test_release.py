@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from gshard import cli
+from gshard.errors import UserError
 from gshard.mt.config import read
 from gshard.mt.decoding.detect import detector_of
 from gshard.mt.decoding.engines import EngineConfig, open_translator
-from gshard.mt.errors import UserError
 from gshard.mt.release import make
 from gshard.mt.release.make import anywhere, make_release, verify
 from gshard.mt.run import Run

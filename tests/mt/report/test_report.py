@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gshard import cli
-from gshard.mt.errors import UserError
+from gshard.errors import UserError
 from gshard.mt.report import measures, write_report
 from gshard.mt.report.gathered import Gathered
 from tests.mt.browser import act

@@ -21,10 +21,10 @@ from libretranslatepy import LibreTranslateAPI
 from openapi_spec_validator import validate
 from prometheus_client.parser import text_string_to_metric_families
 
+from gshard.errors import UserError
 from gshard.mt.decoding.detect import Detector
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import Translator
-from gshard.mt.errors import UserError
 from gshard.mt.serving import openapi, settings
 from gshard.mt.serving.documents import from_html, from_text
 from gshard.mt.serving.server import Server

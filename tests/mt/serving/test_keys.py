@@ -2,7 +2,7 @@
 
 import pytest
 
-from gshard.mt.errors import UserError
+from gshard.errors import UserError
 from gshard.mt.serving import settings
 from gshard.mt.serving.settings import ApiKeys, Key, read_keys
 

@@ -8,9 +8,9 @@ import urllib.request
 import pytest
 from libretranslatepy import LibreTranslateAPI
 
+from gshard.errors import UserError
 from gshard.mt.decoding.engines import EngineConfig, open_translator
 from gshard.mt.decoding.texts import TranslateConfig
-from gshard.mt.errors import UserError
 from gshard.mt.launch.local import free_port
 from gshard.mt.run import Run
 from gshard.mt.serving.settings import Settings

@@ -23,10 +23,10 @@ import jax
 import numpy as np
 import pytest
 
+from gshard.errors import UserError
 from gshard.mt.batching.tokenizer import START
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import Translator
-from gshard.mt.errors import UserError
 from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import LONGEST, About, Service
 from gshard.mt.serving.settings import LOCAL, Settings

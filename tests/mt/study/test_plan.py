@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gshard.mt.errors import UserError
+from gshard.errors import UserError
 from gshard.mt.study.plan import ENDLESS, assignments, length_of, overview_table, read_plan
 from gshard.nn.config import forward_flops
 

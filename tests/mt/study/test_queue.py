@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from benchmarks import studied
+from gshard.errors import UserError
 from gshard.mt.atomic import known_object
-from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.study import queue
 from gshard.mt.study.plan import TRAINED, entry, lines, read_plan

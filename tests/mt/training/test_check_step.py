@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gshard.mt.errors import UserError
+from gshard.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.training.prepare import check_step, prove_step
 from tests.mt.runs import Notes, run_config, with_devices

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import gshard
+from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.config import RunConfig
-from gshard.mt.errors import UserError
 from gshard.mt.run import ID, Run
 from gshard.mt.training import checkpoint
 from gshard.mt.training.checkpoint import Checkpoints, SaveError, id_of

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from gshard.errors import UserError
 from gshard.mt import hosts
 from gshard.mt.batching.tokenizer import Tokenizer
 from gshard.mt.data.corpus import Corpus
-from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.training import loop
 from gshard.mt.training.checkpoint import Checkpoints, SaveError

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import gshard
+from gshard.errors import UserError
 from gshard.mt import hosts
 from gshard.mt.config import DeviceConfig, override
-from gshard.mt.errors import UserError
 from gshard.mt.launch.local import free_port, member
 from gshard.mt.run import Run
 from gshard.mt.training import kept as layouts

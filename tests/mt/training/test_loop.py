@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from gshard.errors import UserError
 from gshard.mt import hosts
 from gshard.mt.batching.batches import Batches
-from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.training import programs
 from gshard.mt.training.checkpoint import Checkpoints

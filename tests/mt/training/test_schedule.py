@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gshard.errors import UserError
 from gshard.mt.config import OptimizerConfig, fall_if_changeable
-from gshard.mt.errors import UserError
 from gshard.mt.training.programs import schedule
 
 

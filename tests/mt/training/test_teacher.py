@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from gshard.errors import UserError
 from gshard.mt.config import DistillConfig
-from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.training.loading import teacher_of
 from gshard.mt.training.loop import train
