@@ -178,22 +178,17 @@ def _configured(what: str, settings: Sequence[str], corpus: Path | None) -> tupl
     """The configuration that the command line asks for, and the default folder of its run."""
     from gshard.errors import UserError
     from gshard.mt import config as configs
-    from gshard.mt.presets import PRESETS, preset
+    from gshard.mt.presets import PRESETS, preset_or_file
     from gshard.mt.run import CONFIG, Run
 
     if not what:
         raise UserError("name what to train, as in `gshard train tiny`; see --help")
     given = [*settings, *([f"data.corpus={corpus}"] if corpus is not None else [])]
     folder = Path(what)
-    if what in PRESETS:  # even if a folder has that name; write ./tiny for the folder
-        base = PRESETS[what]
-    elif (folder / CONFIG).is_file():
+    # A preset, even if a folder has that name; write ./tiny for the folder.
+    if what not in PRESETS and (folder / CONFIG).is_file():
         return configs.override(Run.open(folder).config, given), folder
-    elif folder.is_file():
-        base = configs.read(folder)
-    else:
-        base = preset(what)
-    config = configs.override(base, given)
+    config = configs.override(preset_or_file(what), given)
     return config, Path("runs") / config.name
 
 

@@ -8,11 +8,12 @@ arithmetic per token without experts (two choices of experts are one layer twice
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from gshard.errors import UserError, nearest
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
-from gshard.mt.config import OptimizerConfig, RunConfig, TrainConfig
+from gshard.mt.config import OptimizerConfig, RunConfig, TrainConfig, read
 from gshard.nn.config import GatingConfig, TransformerConfig
 from gshard.nn.family import FAMILY, Model
 
@@ -105,6 +106,13 @@ PRESETS: dict[str, RunConfig] = {
     **{name: _of_family(model) for name, model in FAMILY.items() if model.devices > 8},
     **{config.name: config for config in (_TINY, _dense(_TINY), _SMALL, _BASE, _MANY_TO_ONE)},
 }
+
+
+def preset_or_file(name: str, folder: Path = Path()) -> RunConfig:
+    """A preset, even if a file has its name, or the configuration in a file of a folder."""
+    if name not in PRESETS and (folder / name).is_file():
+        return read(folder / name)
+    return preset(name)
 
 
 def preset(name: str) -> RunConfig:

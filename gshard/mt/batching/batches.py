@@ -184,12 +184,24 @@ class Host:
         return slice(self.index * size, (self.index + 1) * size)
 
 
-class _Packed:
-    """A Grain source of batches: step -> arrays, with several sentences in a row."""
+class Batches:
+    """The endless sequence of batches: random access by step, and iteration that reads ahead.
 
-    def __init__(self, tokens: Sequence[TaskTokens], config: BatchConfig, host: Host):
-        self._tokens, self._config, self._host = tokens, config, host
+    Threads, or `workers` processes, keep `ahead` of them. To Grain it is a source.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[TaskTokens],
+        config: BatchConfig,
+        host: Host = Host(),
+        workers: int = 0,
+        ahead: int = 8,
+    ):
+        self._tokens, self.config, self._host = tokens, config, host
+        self._workers, self._ahead = workers, ahead
         host.part(config.rows)
+        self.tasks = tuple(examples.task for examples in tokens)
         fits = fitting(tokens, config.source_length, config.target_length)
         self.examples = sum(map(len, fits))
         self.too_long = self.examples - sum(int(fit.sum()) for fit in fits)
@@ -219,7 +231,7 @@ class _Packed:
         How full rows become is seen by packing a block. Its draws may be some percent longer or
         shorter than others, so how long they are is taken from all examples.
         """
-        wanted = self._steps * self._config.rows
+        wanted = self._steps * self.config.rows
         total = sum(
             weight * self._lengths[self._first[task] + examples].mean(axis=0)
             for task, examples, weight in groups
@@ -249,8 +261,8 @@ class _Packed:
             if block not in self._plans:
                 draws = self._stream.take(block * self._window, (block + 1) * self._window)
                 rows = self._pack(self._lengths_of(draws))
-                order = np.random.default_rng([self._config.seed, 2, block]).permutation(len(rows))
-                wanted = self._steps * self._config.rows
+                order = np.random.default_rng([self.config.seed, 2, block]).permutation(len(rows))
+                wanted = self._steps * self.config.rows
                 plan = [[draws[i] for i in rows[row]] for row in order[:wanted]]
                 plan += [[] for _ in range(wanted - len(plan))]
                 # Only neighbours are asked for again: by the threads that read ahead.
@@ -260,45 +272,18 @@ class _Packed:
 
     def __getitem__(self, step: int) -> Arrays:
         block, inside = divmod(int(step), self._steps)
-        rows = self._config.rows
+        rows = self.config.rows
         batch = self._plan(block)[inside * rows : (inside + 1) * rows]
-        config = self._config
-        return fill(
-            batch[self._host.part(rows)],
-            self._tokens,
-            config.source_length,
-            config.target_length,
-            config.languages,
-        )
-
-
-class Batches:
-    """The endless sequence of batches: random access by step, and iteration that reads ahead."""
-
-    def __init__(
-        self,
-        tokens: Sequence[TaskTokens],
-        config: BatchConfig,
-        host: Host = Host(),
-        workers: int = 0,
-        ahead: int = 8,
-    ):
-        self.config = config
-        self.tasks = tuple(examples.task for examples in tokens)
-        self._source = _Packed(tokens, config, host)
-        self.examples, self.too_long = self._source.examples, self._source.too_long
-        self._workers, self._ahead = workers, ahead
-
-    def __getitem__(self, step: int) -> Arrays:
-        return dict(self._source[step])
+        mine = batch[self._host.part(rows)]
+        return fill(mine, self._tokens, *self._rooms, self.config.languages)
 
     def iterate(self, step: int = 0) -> BatchIterator:
-        """The batches from `step` on; threads, or `workers` processes, keep `ahead` of them."""
+        """The batches from `step` on."""
         return BatchIterator(self._read_ahead, step)
 
     def _read_ahead(self, step: int) -> Any:
         grain = load_grain()
-        steps = grain.MapDataset.source(self._source)[step:]
+        steps = grain.MapDataset.source(self)[step:]
         if not self._workers:
             return iter(steps.to_iter_dataset(grain.ReadOptions(2, self._ahead)))
         dataset = steps.to_iter_dataset(grain.ReadOptions(1, 2))

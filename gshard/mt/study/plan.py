@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from gshard.errors import UserError, nearest
 from gshard.mt import atomic
 from gshard.mt.atomic import known_object
-from gshard.mt.config import RunConfig, conflicts, override, read
+from gshard.mt.config import RunConfig, conflicts, override
 from gshard.mt.evaluation.baseline_plan import SIZES, BaselineConfig, Size, of_steps
 from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION, EvaluateConfig, System
-from gshard.mt.presets import PRESETS, preset
+from gshard.mt.presets import preset_or_file
 from gshard.mt.run import read_metrics
 from gshard.mt.typed import checked
 
@@ -151,14 +151,14 @@ def _run(found: Mapping[str, Any], entry: Mapping[str, Any], name: str, path: Pa
     if not isinstance(value, str) and not value > 0:
         raise UserError(f"{path}: run {name!r}: {length} = {value!r}")
     corpus = path.parent / found.get("corpus", "corpus")
-    base = _base(entry.get("preset", found.get("preset", "tiny")), path)
+    usual = preset_or_file(entry.get("preset", found.get("preset", "tiny")), path.parent)
     settings = [f"name={name}", f"data.corpus={corpus}"]
     settings += assignments(found.get("settings", {}))
     settings += assignments(entry.get("settings", {}))
     settings += [f"train.seed={entry['seed']}"] if "seed" in entry else []
     settings += [f"train.steps={value if length == 'steps' else ENDLESS}"]
     try:
-        config = override(base, settings)
+        config = override(usual, settings)
     except UserError as error:
         raise UserError(f"{path}: run {name!r}: {error}") from None
     planned = PlannedRun(
@@ -170,13 +170,6 @@ def _run(found: Mapping[str, Any], entry: Mapping[str, Any], name: str, path: Pa
     )
     changes: dict[str, Any] = {length: value}
     return replace(planned, **changes)
-
-
-def _base(name: str, path: Path) -> RunConfig:
-    """A preset, or the configuration in a file beside the plan."""
-    if name not in PRESETS and (path.parent / name).is_file():
-        return read(path.parent / name)
-    return preset(name)
 
 
 def assignments(table: Mapping[str, Any], prefix: str = "") -> list[str]:
