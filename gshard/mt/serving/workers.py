@@ -6,6 +6,7 @@ their answers are sent. They share the keys' counts, and the files of Prometheus
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -53,23 +54,15 @@ class Served:
         return service, detector
 
 
-@dataclass(frozen=True)
-class Worker:
-    """Makes the application of one worker, in its own process."""
-
-    served: Served
-    settings: Settings
-    access: Access
-
-    def __call__(self) -> Starlette:
-        """Load the model; what cannot be loaded would fail in every worker, and ends them all."""
-        end_with_parent()  # else it would keep the port of a parent that was killed
-        try:
-            service, detector = self.served.open()
-        except UserError as error:
-            print(f"gshard: {error}", file=sys.stderr)
-            sys.exit(STARTUP_FAILURE)
-        return application(service, self.settings, self.access, detector)
+def worker(served: Served, settings: Settings, access: Access) -> Starlette:
+    """The application of one worker, in its own process; an error would be that of every worker."""
+    end_with_parent()  # else it would keep the port of a parent that was killed
+    try:
+        service, detector = served.open()
+    except UserError as error:
+        print(f"gshard: {error}", file=sys.stderr)
+        sys.exit(STARTUP_FAILURE)
+    return application(service, settings, access, detector)
 
 
 class Workers:
@@ -79,7 +72,7 @@ class Workers:
         self._settings = settings
         self.socket = listen(settings)
         self.access = Access.of(settings, shared=True)
-        self._worker = Worker(served, settings, self.access)
+        self._app: Any = functools.partial(worker, served, settings, self.access)
         self._count = count
 
     @property
@@ -89,9 +82,8 @@ class Workers:
 
     def run(self) -> None:
         """Serve until a signal."""
-        app: Any = self._worker
         config = configured(
-            app,
+            self._app,
             self._settings,
             factory=True,
             workers=self._count,

@@ -99,7 +99,7 @@ class WeightsFile:
     def __init__(self, path: Path):
         try:
             atomic.refuse_special(path)
-            self._file = _opened(path)
+            self._file: Any = safe_open(path, framework="numpy")
             self.note: dict[str, str] = self._file.metadata() or {}
             arrays = {name: self._file.get_slice(name) for name in self._file.offset_keys()}
         except FileNotFoundError:
@@ -148,11 +148,6 @@ class WeightsFile:
     def not_finite(self) -> str:
         """The name of the first array with a value that is no number, or ""."""
         return next((name for name in self.shapes if not np.isfinite(self[name]).all()), "")
-
-
-def _opened(path: Path) -> Any:
-    """The library's file, of whose methods it does not tell the types."""
-    return safe_open(path, framework="numpy")
 
 
 def write_weights(path: Path, arrays: Mapping[str, Any], note: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from gshard.errors import UserError
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.training.loading import load_model
-from tests.mt.release.test_huggingface import KINDS, made
+from tests.mt.release.test_exported import KINDS, made
 from tests.mt.samples import sentence
 
 ctranslate2 = pytest.importorskip("ctranslate2")  # of the extra `export`

@@ -28,7 +28,7 @@ from gshard.mt.training.loading import load_model
 from gshard.mt.training.weights import named
 from gshard.nn import Batch
 from tests.mt.release.checkpoints import transformers_4
-from tests.mt.release.test_huggingface import KINDS, made
+from tests.mt.release.test_exported import KINDS, made
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 

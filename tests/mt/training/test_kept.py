@@ -81,7 +81,7 @@ class TestKey:
 
     @pytest.mark.slow
     def test_is_the_same_in_another_process(self):
-        text = f"from tests.mt.training.test_kept_step import key; print(key({SETTINGS!r}))"
+        text = f"from tests.mt.training.test_kept import key; print(key({SETTINGS!r}))"
         ask = [sys.executable, "-c", f"import tests.conftest, jax; {text}"]
         first, second = (
             subprocess.run(ask, capture_output=True, text=True, check=True).stdout for _ in range(2)
