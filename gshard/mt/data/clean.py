@@ -46,17 +46,8 @@ _OTHER_SENTENCE = re.compile(
 
 def clean(raw: Raw, dropped: Counter[str]) -> list[Pair]:
     """The clean pairs inside a raw one; what is dropped is counted by its reason."""
-    if not raw.english or not raw.text:
-        dropped["empty"] += 1
-        return []
-    if raw.english == raw.text:
-        dropped["untranslated"] += 1
-        return []
-    if max(len(raw.english), len(raw.text)) > LONGEST_RAW:
-        dropped["too long"] += 1
-        return []
-    if raw.kind == "document" and has_gap(raw.english, raw.text):
-        dropped["gap in the sentence"] += 1
+    if reason := _reason_to_drop_raw(raw):
+        dropped[reason] += 1
         return []
     english = strip_context(raw.english, raw.text)
     unwrapped = strip_markup(english, raw.text, tags=raw.kind != "document")
@@ -73,6 +64,19 @@ def clean(raw: Raw, dropped: Counter[str]) -> list[Pair]:
             else:
                 kept.append(pair)
     return kept
+
+
+def _reason_to_drop_raw(raw: Raw) -> str:
+    if not raw.english or not raw.text:
+        return "empty"
+    if raw.english == raw.text:
+        return "untranslated"
+    if max(len(raw.english), len(raw.text)) > LONGEST_RAW:
+        return "too long"
+    # A paragraph of a document that lost something inside a sentence.
+    is_document = raw.kind == "document"
+    has_gap = is_document and (_GAP.search(raw.english) or _GAP_OTHER.search(raw.text))
+    return "gap in the sentence" if has_gap else ""
 
 
 def normalise(text: str) -> str:
@@ -225,11 +229,6 @@ def placeholders(text: str) -> Counter[str]:
     if not _MARK.search(text):
         return Counter()
     return Counter(re.sub(r"^%\d+\$", "%", found) for found in PLACEHOLDER.findall(text))
-
-
-def has_gap(english: str, text: str) -> bool:
-    """Whether a paragraph of a document lost something inside a sentence."""
-    return bool(_GAP.search(english) or _GAP_OTHER.search(text))
 
 
 def reason_to_drop(language: str, english: str, text: str) -> str | None:

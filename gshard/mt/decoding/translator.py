@@ -196,10 +196,7 @@ class Translator(TextTranslator):
         given[0, : len(source)] = source
         wanted[0, : len(output)] = output
         found = self.routes_program(given.shape[1])(given, wanted)
-        return Routings(
-            _choices(found.encoder, len(source)),
-            _choices(found.decoder, len(output)),
-        )
+        return Routings(_choices(found.encoder, len(source)), _choices(found.decoder, len(output)))
 
     def routes_program(self, length: int) -> Callable[..., ModelRoutings]:
         """The routings of sentences of `length` source tokens and their translations."""

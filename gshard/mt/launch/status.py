@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -165,14 +165,9 @@ def read(path: Path) -> Status:
         return Status()
 
 
-@contextlib.contextmanager
-def reporting() -> Iterator[Reporter]:
-    """A reporter for the parent that started this process, if it is watched."""
-    reporter = Reporter(os.environ.get(VARIABLE))
-    try:
-        yield reporter
-    finally:
-        reporter.close()
+def reporting() -> contextlib.closing[Reporter]:
+    """A context with a reporter for the parent that started this process, if it is watched."""
+    return contextlib.closing(Reporter(os.environ.get(VARIABLE)))
 
 
 _FOLDER = "record"

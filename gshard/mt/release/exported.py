@@ -28,7 +28,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -43,6 +42,7 @@ from gshard.nn.config import EPSILON, TransformerConfig
 from gshard.nn.layers import sinusoids
 from gshard.nn.transformer import Transformer
 
+Load = Callable[[str], Any]  # an array by its name
 VOCABULARY = "gshard_vocabulary.json"  # languages and directions, for `gshard import`
 _WEIGHTS = "model.safetensors"
 _SPECIAL = {PAD: "<target pad>", UNKNOWN: "<target unk>", START: "<target s>", END: "<target /s>"}
@@ -99,7 +99,7 @@ def _card(run: Run, model: Transformer, step: int, weights: Path) -> str:
 
 def renamed(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
     """The weights by the layout's names and in its shapes; biases are zero."""
-    c, load, hidden = model.config, named(model).__getitem__, _hidden_dims(model.config)
+    c, load, hidden = model.config, _loader(model), _hidden_dims(model.config)
     yield "model.shared.weight", np.concatenate([model.source.table, model.target.table])
     for side, count in (("encoder", c.encoder_layers), ("decoder", c.decoder_layers)):
         yield from _norm(f"model.{side}.layer_norm", f"{side}_norm", load)
@@ -114,6 +114,10 @@ def renamed(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
                 each = enumerate(array) if "{}" in theirs else [(0, array)]
                 for expert, one in each:
                     yield from _product(f"{place}.{theirs}".format(expert), one, hidden[side])
+
+
+def _loader(model: Transformer) -> Load:
+    return named(model).__getitem__
 
 
 # Where a layer of the layout has gshard's arrays: its names, with `{}` for the number of an expert,
@@ -144,7 +148,7 @@ def products_of(c: TransformerConfig, side: str, n: int) -> Iterator[tuple[str, 
         yield f"{ours}.{{}}{letter}", f"{theirs}{name}"
 
 
-def _norm(place: str, ours: str, load: Callable[[str], Any]) -> Iterator[tuple[str, np.ndarray]]:
+def _norm(place: str, ours: str, load: Load) -> Iterator[tuple[str, np.ndarray]]:
     yield f"{place}.weight", load(f"{ours}.scale")
     yield f"{place}.bias", load(f"{ours}.bias")
 
@@ -292,15 +296,6 @@ The epsilon of layer normalization is 1e-5 in this layout, where the model was t
 """
 
 
-def layers_of(pairs: Any, stacked: bool) -> Iterator[Any]:
-    """The layers of a stack, in order."""
-    if stacked:
-        count = len(jax.tree.leaves(pairs)[0])
-        pairs = [jax.tree.map(lambda leaf, n=n: leaf[n], pairs) for n in range(count)]
-    for pair in pairs:
-        yield from (pair.dense, pair.sparse)
-
-
 def inexpressible(config: TransformerConfig) -> str:
     """Why a model has no form in other tools' layouts, or ""."""
     c = config
@@ -329,32 +324,29 @@ def specification(model: Transformer) -> Any:
     spec.encoder.embeddings[0].weight = _floats(model.source.table)
     spec.decoder.embeddings.weight = _floats(model.target.table)
     spec.decoder.projection.weight = _floats(model.target.table)
-    positions = sinusoids(jnp.arange(2 * _POSITIONS)[None], c.model_dim)[0]
-    for stack, pairs, norm in (
-        (spec.encoder, model.encoder, model.encoder_norm),
-        (spec.decoder, model.decoder, model.decoder_norm),
-    ):
+    positions, load = sinusoids(jnp.arange(2 * _POSITIONS)[None], c.model_dim)[0], _loader(model)
+    for side, stack in (("encoder", spec.encoder), ("decoder", spec.decoder)):
         stack.position_encodings.encodings = _floats(positions)
-        _specify_norm(stack.layer_norm, norm)
-        for into, layer in zip(stack.layer, layers_of(pairs, c.stacked), strict=True):
-            _specify_layer(into, layer)
+        _specify_norm(stack.layer_norm, f"{side}_norm", load)
+        for n, into in enumerate(stack.layer):
+            _specify_layer(into, in_layer(load, c, side, n), side)
     return spec
 
 
-def _specify_layer(into: Any, layer: Any) -> None:
-    _specify_norm(into.self_attention.layer_norm, layer.self_norm)
-    own = layer.self_attention
-    _linear(into.self_attention.linear[0], *(_flat(w) for w in (own.wq, own.wk, own.wv)))
-    _linear(into.self_attention.linear[1], _back(own.wo))
-    if layer.cross_attention is not None:
-        cross = layer.cross_attention
-        _specify_norm(into.attention.layer_norm, layer.cross_norm)
-        _linear(into.attention.linear[0], _flat(cross.wq))
-        _linear(into.attention.linear[1], _flat(cross.wk), _flat(cross.wv))
-        _linear(into.attention.linear[2], _back(cross.wo))
-    _specify_norm(into.ffn.layer_norm, layer.feed_forward_norm)
-    _linear(into.ffn.linear_0, _floats(layer.feed_forward.wi))
-    _linear(into.ffn.linear_1, _floats(layer.feed_forward.wo))
+def _specify_layer(into: Any, load: Load, side: str) -> None:
+    _specify_norm(into.self_attention.layer_norm, "self_norm", load)
+    joint = [_flat(load(f"self_attention.{name}")) for name in ("wq", "wk", "wv")]
+    _linear(into.self_attention.linear[0], *joint)
+    _linear(into.self_attention.linear[1], _back(load("self_attention.wo")))
+    if side == "decoder":
+        q, k, v = (_flat(load(f"cross_attention.{name}")) for name in ("wq", "wk", "wv"))
+        _specify_norm(into.attention.layer_norm, "cross_norm", load)
+        _linear(into.attention.linear[0], q)
+        _linear(into.attention.linear[1], k, v)
+        _linear(into.attention.linear[2], _back(load("cross_attention.wo")))
+    _specify_norm(into.ffn.layer_norm, "feed_forward_norm", load)
+    _linear(into.ffn.linear_0, _floats(load("feed_forward.wi")))
+    _linear(into.ffn.linear_1, _floats(load("feed_forward.wo")))
 
 
 def _linear(into: Any, *weights: np.ndarray) -> None:
@@ -363,8 +355,8 @@ def _linear(into: Any, *weights: np.ndarray) -> None:
     into.bias = np.zeros(len(into.weight), np.float32)
 
 
-def _specify_norm(into: Any, norm: Any) -> None:
-    into.gamma, into.beta = _floats(norm.scale), _floats(norm.bias)
+def _specify_norm(into: Any, name: str, load: Load) -> None:
+    into.gamma, into.beta = _floats(load(f"{name}.scale")), _floats(load(f"{name}.bias"))
 
 
 def _flat(w_MND: Any) -> np.ndarray:

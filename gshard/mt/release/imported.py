@@ -143,10 +143,7 @@ def _inexpressible(given: TheirSettings) -> str:
     sparse = given.model_type == "nllb-moe"
     steps = (given.encoder_sparse_step, given.decoder_sparse_step)
     checks: list[tuple[bool, str]] = [
-        (
-            given.activation_function != "relu",
-            f"activation {given.activation_function!r}",
-        ),
+        (given.activation_function != "relu", f"activation {given.activation_function!r}"),
         (not given.scale_embedding, "embeddings that are not scaled (scale_embedding)"),
         (not given.tie_word_embeddings, "an output projection of its own"),
         (

@@ -41,27 +41,29 @@ _GROUP_NAMES = {"to-english": "into English", "from-english": "from English"}
 FEW = 100  # sentences; a BLEU of fewer says little
 
 
+_MODELS = (
+    Column("Model", text=True),
+    Column("Experts", "experts in each MoE layer; 0 is a dense model"),
+    Column("Layers", "encoder + decoder", text=True),
+    Column("Dims", "model dim / hidden dim, heads", text=True),
+    Column("Weights"),
+    Column("Devices", "that it trained on in the end"),
+    Column("Steps"),
+    Column("Tokens", "target tokens trained on"),
+    Column("Time", "seconds of training, without evaluation"),
+    Column("BLEU", "average over all tasks"),
+    Column("ΔBLEU", "average gain over the bilingual baselines"),
+)
+
+
 def models(runs: Sequence[Gathered]) -> Grid:
     """The paper's table of models: what each run is, what it took and what it reached."""
-    columns = [
-        Column("Model", text=True),
-        Column("Experts", "experts in each MoE layer; 0 is a dense model"),
-        Column("Layers", "encoder + decoder", text=True),
-        Column("Dims", "model dim / hidden dim, heads", text=True),
-        Column("Weights"),
-        Column("Devices", "that it trained on in the end"),
-        Column("Steps"),
-        Column("Tokens", "target tokens trained on"),
-        Column("Time", "seconds of training, without evaluation"),
-        Column("BLEU", "average over all tasks"),
-        Column("ΔBLEU", "average gain over the bilingual baselines"),
-    ]
     rows = [_model(run, runs) for run in runs]
     shown = [run for run in runs if run.baselines]
     for run in shown:
         rows.append(_baselines(run, several=len(shown) > 1))
     breaks = (len(runs),) if shown else ()
-    return Grid("models-table", columns, rows, "Models: cost and quality", breaks=breaks)
+    return Grid("models-table", _MODELS, rows, "Models: cost and quality", breaks=breaks)
 
 
 def _model(run: Gathered, runs: Sequence[Gathered]) -> list[Cell]:
@@ -93,19 +95,15 @@ def _baselines(run: Gathered, several: bool) -> list[Cell]:
     tasks = list(run.baselines.tasks.values())
     weights = measures.mean(task.get("weights") for task in tasks)
     name = f"{len(tasks)} bilingual baselines" + (f" of {run.name}" if several else "")
-    empty = [words("") for _ in range(3)]
     size = Cell(f"{len(tasks)} \N{MULTIPLICATION SIGN} {short(weights)}", weights)
-    return [
-        words(name, "quiet"),
-        *empty,
-        size if weights is not None else figure(None),
-        words(""),
-        figure(measures.mean(task.get("steps") for task in tasks), whole),
-        words(""),
-        figure(run.baselines.seconds, duration),
-        figure(_mean_baseline(run, run.baselines, "all")),
-        words(""),
-    ]
+    known = {
+        "Model": words(name, "quiet"),
+        "Weights": size if weights is not None else figure(None),
+        "Steps": figure(measures.mean(task.get("steps") for task in tasks), whole),
+        "Time": figure(run.baselines.seconds, duration),
+        "BLEU": figure(_mean_baseline(run, run.baselines, "all")),
+    }
+    return [known.get(column.title, words("")) for column in _MODELS]
 
 
 def _mean_baseline(run: Gathered, baselines: Baselines | None, group: str) -> float | None:
