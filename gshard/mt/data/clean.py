@@ -66,7 +66,7 @@ def clean(raw: Raw, dropped: Counter[str]) -> list[Pair]:
     return kept
 
 
-def _reason_to_drop_raw(raw: Raw) -> str:
+def _reason_to_drop_raw(raw: Raw) -> str | None:
     if not raw.english or not raw.text:
         return "empty"
     if raw.english == raw.text:
@@ -76,7 +76,7 @@ def _reason_to_drop_raw(raw: Raw) -> str:
     # A paragraph of a document that lost something inside a sentence.
     is_document = raw.kind == "document"
     has_gap = is_document and (_GAP.search(raw.english) or _GAP_OTHER.search(raw.text))
-    return "gap in the sentence" if has_gap else ""
+    return "gap in the sentence" if has_gap else None
 
 
 def normalise(text: str) -> str:

@@ -99,7 +99,8 @@ class WeightsFile:
     def __init__(self, path: Path):
         try:
             atomic.refuse_special(path)
-            self._file: Any = safe_open(path, framework="numpy")
+            opened: Any = safe_open(path, framework="numpy")  # without types of its methods
+            self._file = opened
             self.note: dict[str, str] = self._file.metadata() or {}
             arrays = {name: self._file.get_slice(name) for name in self._file.offset_keys()}
         except FileNotFoundError:
