@@ -229,14 +229,10 @@ def _numbers(split: Split, parts: Split) -> np.ndarray | None:
 
 
 def _places(
-    groups: ExpertGroups,
-    limits: Bounds,
-    tile: Tile,
-    by_groups: ExpertGroups | None,
-    rows: jax.Array,
+    groups: ExpertGroups, limits: Bounds, tile: Tile, by: ExpertGroups | None, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Where rows of a tensor are: the number of the part, and the row there."""
-    if by_groups:
+    if by:
         return found_in(limits.starts, rows)
     (split, *_), size = tile.sharding.splits, tile.array.shape[0]
     numbers = _numbers(split, groups.parts) if split else None

@@ -30,6 +30,7 @@ from gshard.tensors.sharding import Sharding, Shardings, Split, Targets, compati
 from gshard.tensors.tile import Arrays, Tile, Tiles, byte_size
 
 Chosen = dict[str, Split]
+Values = dict[Any, Tile]  # of variables
 
 
 def ring_pass_factors(eqn: JaxprEqn) -> Factors:
@@ -189,9 +190,7 @@ class _Round:
         variables = [v for e in body.eqns for v in e.outvars] + body.invars
         return self.ctx.on(place, {v: self.sharding_in_block(v) for v in variables})
 
-    def added(
-        self, state: list[Any], scores: dict[Any, Tile], values: dict[Any, Tile], place: _Block
-    ) -> list[Any]:
+    def added(self, state: list[Any], scores: Values, values: Values, place: _Block) -> list[Any]:
         """The state with a block's scores."""
         softmax = self.ring.softmax
         if softmax:
@@ -232,7 +231,7 @@ class _Round:
         return state
 
     def summed(
-        self, s: Sum, scores: Tile, values: dict[Any, Tile], place: _Block, wide: Any = None
+        self, s: Sum, scores: Tile, values: Values, place: _Block, wide: Any = None
     ) -> Array:
         """The sum of one block's scores."""
         along = {self.ring.keys, self.ring.queries}
@@ -254,7 +253,7 @@ class _Round:
         state: list[Any],
         highest: Array,
         logits: Tile,
-        values: dict[Any, Tile],
+        values: Values,
         place: _Block,
         times: Array | int = 1,
     ) -> None:
