@@ -69,7 +69,11 @@ class DeviceOrder:
                 )
             return given, ()
         if isinstance(given, PartitionSpec):
-            given = NamedSharding(_mesh_for(given), given)
+            if (mesh := context_mesh()) is None:
+                raise ValueError(
+                    f"{given} names the axes of a mesh, and no mesh is set: use jax.set_mesh"
+                )
+            given = NamedSharding(mesh, given)
         if isinstance(given, NamedSharding):
             return sharding_of(given, rank, self.numbers_in_meshes, self.count)
         if len(given.device_set) == 1:
@@ -145,13 +149,6 @@ def _checked_layout(given: Format, rank: int, name: str) -> Any:
             f"of its dims, such as Layout({tuple(range(rank))})"
         )
     return given.layout
-
-
-def _mesh_for(spec: PartitionSpec) -> Mesh:
-    mesh = context_mesh()
-    if mesh is None:
-        raise ValueError(f"{spec} names the axes of a mesh, and no mesh is set: use jax.set_mesh")
-    return mesh
 
 
 def with_shardings(

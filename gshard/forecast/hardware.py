@@ -165,9 +165,7 @@ def accelerator(device: jax.Device | None = None) -> Hardware | None:
     return None if name == "cpu" else _known_hardware(name)
 
 
-@functools.cache
-def _known_hardware(name: str) -> Hardware:
-    return hardware(name)
+_known_hardware = functools.cache(hardware)
 
 
 def _name(kind: str) -> str:
