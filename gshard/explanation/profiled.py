@@ -124,13 +124,7 @@ class Profile:
 
     def hardware_toml(self) -> str:
         """The fitted hardware as a file that `hardware=` and `--hardware` accept."""
-        fields = asdict(self.hardware)
-        tables = {name: v for name, v in fields.items() if isinstance(v, Mapping)}
-        text = [f"# Fitted to {self.steps} profiled steps of {self.name}."]
-        text += [f"{k} = {_toml(v)}" for k, v in fields.items() if k not in tables]
-        for name, table in tables.items():
-            text += ["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in table.items())]
-        return "\n".join(text) + "\n"
+        return self.hardware.as_toml(f"Fitted to {self.steps} profiled steps of {self.name}.")
 
 
 def trace_steps(
@@ -342,9 +336,3 @@ def _solved(terms: np.ndarray, times: np.ndarray, start: float, most: float) -> 
         ).x
     first[:3][first[:3] <= 0] = 1.0
     return first
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool | str):
-        return f'"{value}"' if isinstance(value, str) else str(value).lower()
-    return repr(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,22 @@ class Hardware:
     def replace(self, **changes: Any) -> Hardware:
         """The same hardware with `changes`."""
         return replace(self, **changes)
+
+    def as_toml(self, comment: str) -> str:
+        """A file that `hardware=` and `--hardware` accept."""
+        entries = asdict(self)
+        tables = {name: v for name, v in entries.items() if isinstance(v, Mapping)}
+        text = [f"# {comment}"]
+        text += [f"{k} = {_toml(v)}" for k, v in entries.items() if k not in tables]
+        for name, table in tables.items():
+            text += ["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in table.items())]
+        return "\n".join(text) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool | str):
+        return f'"{value}"' if isinstance(value, str) else str(value).lower()
+    return repr(value)
 
 
 def known() -> list[str]:

@@ -1,7 +1,8 @@
-"""Measure the CPU of this machine: `python -m gshard.forecast.measure > my-cpu.toml`."""
+"""Measure the devices of this machine: `python -m gshard.forecast.measure > mine.toml`."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,60 +10,47 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_TEMPLATE = """\
-# Measured by `python -m gshard.forecast.measure` on {cores} cores; the rates are what each of
-# {devices} virtual devices gets while all of them work, the best of many repetitions.
-name = "cpu"
-memory = {memory}
-memory_bandwidth = {bandwidth:.3g}
-compiler = "cpu"
-
-[flops]
-float32 = {float32:.3g}
-bfloat16 = {bfloat16:.3g}
-float64 = {float64:.3g}
-
-[network]
-kind = "switch"
-devices_per_node = 4096
-inside_bandwidth = {sent:.3g}
-outside_bandwidth = {sent:.3g}
-inside_seconds = {started:.3g}
-outside_seconds = {started:.3g}
-single_step = true
-
-[efficiency]
-operator_seconds = {operator:.3g}
-"""
+from gshard.forecast.hardware import Efficiency, Hardware, present
+from gshard.forecast.topology import Network
 
 
 def measured(rounds: int = 20) -> str:
     """The machine as TOML: its devices, those of other processes included.
 
     Other programs may be using the machine: everything is measured in turns, many times, and the
-    best of each counts, so that a busy period does not distort one measurement alone.
+    best of each counts, so that a busy period does not distort one measurement alone. A single
+    accelerator has nobody to send to: the links are those of its data sheet.
     """
-    import os
-
+    device, devices = jax.devices()[0], jax.device_count()
+    on_cpu = device.platform == "cpu"
+    rows, values, sent = (1024, 2**22, 2**20) if on_cpu else (8192, 2**28, 2**24)
+    dtypes = ("float32", "float32_exact", "bfloat16", "float64")
     probes = {
-        "bandwidth": _bandwidth(),
-        "float32": _products("float32"),
-        "bfloat16": _products("bfloat16"),
-        "float64": _products("float64"),
+        "bandwidth": _bandwidth(values),
+        **{dtype: _products(dtype, rows) for dtype in dtypes},
         "operator": _operator(),
         "started": _exchange(20, 8),
-        "sent": _exchange(4, 2**20),
+        "sent": _exchange(4, sent),
     }
     best: dict[str, float] = dict.fromkeys(probes, 0.0)
     for _ in range(rounds):
         for name, (amount, run) in probes.items():
             best[name] = max(best[name], amount / _seconds(run))
-    return _TEMPLATE.format(
-        cores=os.cpu_count(),
-        devices=jax.device_count(),
-        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        **{**best, "operator": 1 / best["operator"], "started": 1 / best["started"]},
-    )
+    seconds = {name: 1 / best[name] for name in ("operator", "started")}
+    found = {name: float(f"{rate:.3g}") for name, rate in (best | seconds).items()}
+    links: dict[str, Any] = dict.fromkeys(("inside_bandwidth", "outside_bandwidth"), found["sent"])
+    links |= dict.fromkeys(("inside_seconds", "outside_seconds"), found["started"])
+    network = Network("switch", devices_per_node=4096, single_step=on_cpu, **links)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Hardware(
+        device.device_kind,
+        {dtype: found[dtype] for dtype in dtypes},
+        memory if on_cpu else device.memory_stats()["bytes_limit"],
+        found["bandwidth"],
+        network if on_cpu or devices > 1 else present().network,
+        Efficiency(operator_seconds=found["operator"]),
+        device.platform,
+    ).as_toml(f"By `python -m gshard.forecast.measure`: {devices} devices while all of them work.")
 
 
 Probe = tuple[float, Callable[[], Any]]  # an amount of work, and a function that does it once
@@ -75,29 +63,27 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def _ready(fn: Callable[..., Any], rows: jax.Array) -> Callable[[], Any]:
-    """A compiled call that has run once: `fn` on each row, every virtual device with its own.
-
-    All devices work at once, as in a partitioned program: they share the cores.
-    """
-    devices = len(rows)
-    mesh = jax.make_mesh((devices,), ("d",), (jax.sharding.AxisType.Auto,))
+    """A compiled call that has run once: `fn` on each row, on all devices at once."""
+    mesh = jax.make_mesh((len(rows),), ("d",), (jax.sharding.AxisType.Auto,))
     by_row = jax.sharding.PartitionSpec("d")
-    everywhere = jax.shard_map(
-        lambda a: fn(a[0])[None], mesh=mesh, in_specs=by_row, out_specs=by_row
-    )
+    on_all = jax.shard_map(lambda a: fn(a[0])[None], mesh=mesh, in_specs=by_row, out_specs=by_row)
     placed = jax.device_put(rows, jax.sharding.NamedSharding(mesh, by_row))
-    compiled = jax.jit(everywhere).lower(placed).compile()
+    compiled = jax.jit(on_all).lower(placed).compile()
     jax.block_until_ready(compiled(placed))
     return lambda: compiled(placed)
 
 
-def _products(dtype: str, n: int = 1024) -> Probe:
-    with jax.enable_x64(dtype == "float64"):
-        a = jnp.ones((jax.device_count(), n, n), dtype)
+def _products(dtype: str, n: int) -> Probe:
+    name, _, exact = dtype.partition("_")
+    with (
+        jax.enable_x64(name == "float64"),
+        jax.default_matmul_precision("highest" if exact else None),
+    ):
+        a = jnp.ones((jax.device_count(), n, n), name)
         return 2.0 * n**3, _ready(lambda a: a @ a, a)
 
 
-def _bandwidth(n: int = 2**22) -> Probe:
+def _bandwidth(n: int) -> Probe:
     a = jnp.ones((jax.device_count(), n), jnp.float32)
     return 2.0 * 4 * n, _ready(lambda a: a + 1, a)
 
@@ -114,10 +100,7 @@ def _operator(count: int = 100) -> Probe:
 
 
 def _exchange(count: int, size: int) -> Probe:
-    """Messages one after the other to the next device: how many, or their bytes if they are large.
-
-    Devices are the virtual ones, or those of several processes.
-    """
+    """Messages one after the other to the next device: their number, or their bytes if large."""
     devices = jax.device_count()
 
     def chain(a: jax.Array) -> jax.Array:

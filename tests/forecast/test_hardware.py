@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from gshard.forecast import measure
 from gshard.forecast.hardware import Hardware, hardware, known, present, read
 
 
@@ -92,3 +93,27 @@ def test_the_default_is_what_jax_says_the_devices_are(kind, name, monkeypatch):
     device = type("Device", (), {"device_kind": kind})()
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert present().name == name
+
+
+def test_measured_hardware_can_be_read_on_cpus_and_gpus(monkeypatch, tmp_path):
+    for name in ("_products", "_bandwidth", "_exchange"):
+        monkeypatch.setattr(measure, name, lambda *given: (1e9, jax.devices))
+    monkeypatch.setattr(measure, "_operator", lambda: (1.0, jax.devices))
+    path = tmp_path / "mine.toml"
+    path.write_text(measure.measured(1))
+    assert hardware(path).compiler == "cpu"
+    assert hardware(path).network.single_step
+
+    class Gpu:
+        platform, device_kind = "gpu", "NVIDIA H200"
+
+        def memory_stats(self):
+            return {"bytes_limit": 10**11}
+
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu()])
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "block_until_ready", lambda made: made)
+    path.write_text(measure.measured(1))
+    found = hardware(path)
+    assert (found.name, found.compiler, found.memory) == ("NVIDIA H200", "gpu", 10**11)
+    assert found.network == hardware("h200").network, "one GPU has nobody to send to"
