@@ -160,7 +160,7 @@ class _Builder:
             return [self.annotate(eqn, invars[0], sharding)]
         if is_shard_map(eqn):
             return self.shard_map(eqn, invars)
-        if is_type_only(eqn):
+        if is_type_only(eqn) or _is_weakness_only(eqn):
             return invars
         found = lower_named_axes(eqn, self.axes) if self.axes else None
         if found or (self.region and (found := for_stacks(eqn))):
@@ -298,6 +298,12 @@ def _fresh(var: Any) -> Var:
     return Var(_without_mesh(var.aval))
 
 
+def _is_weakness_only(eqn: JaxprEqn) -> bool:
+    """Whether an equation only says that a number is no longer a Python scalar."""
+    converted = eqn.primitive is p.convert_element_type_p and eqn.params["sharding"] is None
+    return converted and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+
+
 def _plain(literal: Literal) -> Literal:
     aval = _without_mesh(literal.aval)
     return literal if aval is literal.aval else Literal(np.asarray(literal.val), aval)
@@ -362,13 +368,7 @@ def _batched_while(eqn: JaxprEqn, *operands: Any) -> list[Any]:
 
     def step(carried: list[Any]) -> list[Any]:
         again = going(carried)
-        after = body(*body_consts, *carried)
-        return [_where(again, new, old) for new, old in zip(after, carried, strict=True)]
+        masks = [lax.broadcast_in_dim(again, x.shape, range(again.ndim)) for x in carried]
+        return list(map(lax.select, masks, body(*body_consts, *carried), carried))
 
     return lax.while_loop(lambda carried: jnp.any(going(carried)), step, carry)
-
-
-def _where(mask: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` where `mask`, whose dims lead, is true; else `old`."""
-    mask = lax.broadcast_in_dim(mask, new.shape, range(mask.ndim))
-    return lax.select(mask, new, old)

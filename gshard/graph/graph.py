@@ -184,7 +184,7 @@ def in_order(
 
     at_their_places = (e for e in eqns if not (may_wait(e) and missing(e)))
     for goal in itertools.chain(at_their_places, eqns):
-        stack = [goal]
+        stack = [goal] if goal not in done else []
         while stack:
             if makers := missing(stack[-1]):
                 assert stack[-1] not in opened, "equations depend on each other"

@@ -125,12 +125,10 @@ class Mover:
         """The tile of a variable, which may be recomputed elsewhere, instead of being moved."""
         if tile.value:
             return tile  # of an earlier variable
-        if made is None or not all(t.sharding.is_tiling for t in (*made.operands, tile)):
-            return tile.of(Value(var))
         tile = tile.of(Value(var, made))
-        if made.is_view and not self.views(made.operands[0]):
+        if made is not None and made.is_view and not self.views(made.operands[0]):
             self.available.viewed[made.operands[0].value] = made.inverse(tile)
-        if made.is_index:
+        if made is not None and made.is_index and made.gives(tile):
             self.available.add_index(tile, made)
         return tile
 

@@ -25,7 +25,6 @@ from gshard.moving import halo
 from gshard.moving.costs import STEP_COST, worked
 from gshard.moving.row_windows import Runs, Windows, plan_windows
 from gshard.tensors.devices import Place
-from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, byte_size
 
@@ -67,8 +66,7 @@ class Made(NamedTuple):
 
         Indices are often iotas, or computed from values that were replicated, as a sort's results.
         """
-        dtype = self.result.array.dtype
-        return not is_key_type(dtype) and dtype.kind in "iub"
+        return getattr(self.result.array.dtype, "kind", None) in ("i", "u", "b")  # none: a key
 
     @property
     def is_reshape(self) -> bool:
@@ -96,8 +94,9 @@ class Made(NamedTuple):
         return {form for form in found if self.operands_under(form) is not None}
 
     def gives(self, tile: Tile) -> bool:
-        """Whether it is this tile that was computed, and not one under another sharding."""
-        return self.result.sharding is tile.sharding and tile.is_standard
+        """Whether it is this tile that was computed, of tiles, and not one otherwise sharded."""
+        here = self.result.sharding is tile.sharding and tile.is_standard
+        return here and all(t.sharding.is_tiling for t in (*self.operands, tile))
 
     @property
     def depth(self) -> int:

@@ -47,8 +47,6 @@ class Choice:
     ) -> Way:
         """The cheapest way to run `eqn` on `tiles`, found once for equal equations."""
         shardings = tuple([t.sharding for t in tiles])
-        if way := self.in_place(eqn, rule, shardings, targets):
-            return way
         forms = [
             self.mover.forms(t).union(self._forms_later(a, t))
             for a, t in zip(eqn.invars, tiles, strict=True)
@@ -56,16 +54,13 @@ class Choice:
         return self._cheapest(eqn, rule, shardings, targets, self._shares(eqn, forms))
 
     def in_place(
-        self,
-        eqn: JaxprEqn,
-        rule: Rule | None,
-        shardings: Sequence[Sharding],
-        targets: Sequence[Sharding],
+        self, eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding]
     ) -> Way | None:
         """The way to run `eqn` if it is known to need no communication."""
         key = (self._kind(eqn), *shardings, *targets)
         known, way = REMEMBERED.in_place.get(key, (None, None))
-        return way if known is rule else None  # the user may have registered another one meanwhile
+        # The user may have registered another one meanwhile.
+        return way if known is RULES.get(eqn.primitive) else None
 
     def for_all_slices(self, eqn: JaxprEqn, here: Sharding) -> Sharding:
         """The sharding of the operand of a slice, gathered if all slices of it send more."""

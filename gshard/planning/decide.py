@@ -21,22 +21,22 @@ from gshard.graph.regions import LOOPS, Loop
 from gshard.moving.partial import combine, combine_cost
 from gshard.planning.choose import Choice
 from gshard.planning.walk import Decisions, Walk
-from gshard.rules import RULES, RegionRule, Rule
+from gshard.rules import RegionRule, Rule
 from gshard.rules.base.rule import Carried, Way
 from gshard.rules.base.unreduced import owners_of
 from gshard.rules.base.uses import (
     SCATTERED,
+    Delayed,
     accumulators,
     leaving,
     linear_carries,
-    may_stay_unreduced,
 )
 from gshard.rules.base.ways import FactorSplit
 from gshard.rules.indexing import held_dims, roles_of
 from gshard.rules.scatter import unreduced_start
 from gshard.tensors.manual import to_manual_p
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import HeldRows, Tile, byte_size
+from gshard.tensors.sharding import Sharding, Targets
+from gshard.tensors.tile import HeldRows, Tile, Tiles, byte_size
 
 
 class Decider(Walk):
@@ -46,7 +46,7 @@ class Decider(Walk):
 
     def begin(self, jaxpr: Jaxpr, tiles: Sequence[Tile], leaving: Mapping[int, float]) -> None:
         """Find the sums that may stay unreduced."""
-        shares = may_stay_unreduced(self.uses, leaving, self.found.shardings)
+        shares = Delayed(self.uses, leaving, self.found.shardings)
         self.unreduced = self.decisions.shares[jaxpr] = shares
         self.choice = Choice(self.found, self.uses, shares, self.mover, self.memory_limit)
         self.control = self.weakly
@@ -56,13 +56,11 @@ class Decider(Walk):
         rule = super().rule(eqn, tiles)
         return rule if isinstance(rule, Rule) or eqn.primitive in LOOPS else _REGION
 
-    def equation(
-        self, number: int, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
+    def equation(self, number: int, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
         """The results of one equation, which may be unreduced."""
         self.choice.now, self.choice.tiles = number, self.tiles
         shardings = [t.sharding for t in tiles]
-        if way := self.choice.in_place(eqn, RULES.get(eqn.primitive), shardings, targets):
+        if way := self.choice.in_place(eqn, shardings, targets):
             self.decisions.ways[eqn] = shardings, way  # as most are
             return self._named(eqn, tiles, way.how.blanks(eqn))
         return super().equation(number, eqn, tiles, targets)
@@ -89,9 +87,7 @@ class Decider(Walk):
         self.decisions.ways[eqn] = here, way
         return way
 
-    def results(
-        self, eqn: JaxprEqn, rule: Rule, way: Way, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
+    def results(self, eqn: JaxprEqn, rule: Rule, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
         """What `eqn` makes of `tiles` in this way."""
         avals, name = [v.aval for v in eqn.outvars], eqn.primitive.name
         if isinstance(way.how, FactorSplit) and way.how.in_place:
@@ -249,7 +245,7 @@ class Decider(Walk):
         return Carried({**known.forms, **changed}, {**known.origins, **origins}, kept)
 
 
-def _blanks(ctx: Any, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def _blanks(ctx: Any, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
     """Results under the shardings that propagation gave them, of operands that it moves."""
     reason = Reason("operand", eqn.primitive.name)
     if eqn.primitive is to_manual_p:

@@ -46,13 +46,11 @@ class Plan:
 
 def _rule_of(operator: str) -> str:
     """The file of the rule of an operator, in parentheses."""
-    made: Any
     known: dict[Any, Any] = {**RULES, **REGIONS}
     for primitive, rule in known.items():
         if primitive.name == operator:
-            made = rule.partition
-            if isinstance(rule, Rule):
-                made = rule.run or rule.ways or rule.factors
+            own = isinstance(rule, Rule) and (rule.run or rule.ways or rule.factors)
+            made = own or rule.partition
             module = getattr(made, "func", made).__module__  # a partial function's is "functools"
             return f" (rule: {module.removeprefix('gshard.').replace('.', '/')}.py)"
     return ""

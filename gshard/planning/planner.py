@@ -11,18 +11,19 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from gshard._jax import without_mesh
+from gshard._jax import is_current, without_mesh
 from gshard.graph.regions import Loop
 from gshard.graph.source import on_behalf_of
 from gshard.planning.decide import Decider
 from gshard.planning.walk import Walk
 from gshard.propagation.propagate import Propagated
-from gshard.rules import Rule
-from gshard.rules.base.rule import Carried, Way
+from gshard.rules import RULES, Rule
+from gshard.rules.base.rule import Carried, Way, bind_local
 from gshard.rules.base.uses import NOTHING
+from gshard.rules.base.ways import FactorSplit
 from gshard.tensors.devices import Place
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.sharding import Sharding, Targets
+from gshard.tensors.tile import Tile, Tiles
 
 
 class Planner(Walk):
@@ -68,19 +69,21 @@ class Planner(Walk):
         """The values that a loop carries unreduced."""
         return self.decisions.carried[scan.eqn]
 
-    def results(
-        self, eqn: JaxprEqn, rule: Rule, way: Way, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
+    def results(self, eqn: JaxprEqn, rule: Rule, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
         """What `eqn` makes of `tiles` in this way."""
         if rule.run:
             return rule.run(self, eqn, way, tiles, targets)
         return way.how.run(self, eqn, rule.local, tiles, targets)
 
-    def equation(
-        self, number: int, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
+    def equation(self, number: int, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
         """The results of one equation, on behalf of the user's line."""
-        with on_behalf_of(eqn):
-            results = super().equation(number, eqn, tiles, targets)
+        rule, (_, way) = RULES.get(eqn.primitive), self.decisions.ways.get(eqn, ([], Way((), ())))
+        split: Any = way.how if rule and not rule.run and rule.local is bind_local else None
+        alone = isinstance(split, FactorSplit) and is_current(eqn.ctx)
+        if alone and (results := split.copied(eqn, tiles)):
+            results = self._named(eqn, tiles, results)
+        else:
+            with on_behalf_of(eqn):
+                results = super().equation(number, eqn, tiles, targets)
         self.seen.made(zip(eqn.outvars, results, strict=True))
         return results

@@ -29,8 +29,8 @@ from gshard.rules.base.unreduced import can_stay, moved_to, partition
 from gshard.rules.base.uses import NOTHING, Uses
 from gshard.rules.pointwise import MARKS
 from gshard.tensors.devices import Place
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.sharding import Sharding, Targets
+from gshard.tensors.tile import Tile, Tiles
 
 
 @dataclass(eq=False)
@@ -129,12 +129,10 @@ class Walk(ABC):
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
-    def equation(
-        self, number: int, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
+    def equation(self, number: int, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
         """The results of one equation, on tiles: by its rule, then under their shardings."""
         rule, context = self.rule(eqn, tiles), cast(Context, self)
-        results = partition(rule, context, eqn, list(tiles), targets)
+        results = partition(rule, context, eqn, list(tiles), list(targets))
         results = self._named(eqn, tiles, results)
         for number, (var, target) in enumerate(zip(eqn.outvars, targets, strict=True)):
             result, wanted = results[number], self.left(var, results[number], target)

@@ -23,7 +23,7 @@ from gshard.moving.costs import MEMORY_LIMIT
 from gshard.moving.plan import reshard_cost
 from gshard.rules import RULES
 from gshard.rules.base.rule import Shares, equation_key, factors_of
-from gshard.rules.base.uses import NOTHING, Uses, leaving, may_stay_unreduced
+from gshard.rules.base.uses import NOTHING, Delayed, Uses, leaving
 from gshard.rules.base.ways import least, operand_moves, results_cost, ways_of
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.factors import Dim, Factors
@@ -201,7 +201,7 @@ class Flow:
         found: dict[Any, float] = {}
         for jaxpr, loop in self.loops.items():
             sums = leaving(loop, found) if loop else NOTHING
-            found |= may_stay_unreduced(self.uses[jaxpr], sums)
+            found |= dict(Delayed(self.uses[jaxpr], sums))
         return found
 
     @functools.cached_property

@@ -27,7 +27,7 @@ from gshard.moving import collectives
 from gshard.moving.costs import timed
 from gshard.moving.partial import combine
 from gshard.moving.reductions import mask_for
-from gshard.rules.base.rule import Context, Doc, Way, bind_local, linear_in, rule
+from gshard.rules.base.rule import Context, Doc, Way, linear_in, rule
 from gshard.rules.base.ways import FactorSplit, by_factors
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
@@ -38,21 +38,6 @@ from gshard.tensors.tile import Arrays, Tile, Tiles, byte_size
 Pairs = list[tuple[int, int]]  # a source and a destination for each tile; none if it stays
 Passed = tuple[jax.Array, Pairs]
 Step = Callable[[Any, Sequence[Any], Sequence[Any]], list[jax.Array]]
-
-
-def dot_factors(eqn: JaxprEqn) -> Factors:
-    """Batch dims `b`, contracting dims `k`, and the dims that one operand has alone."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    lhs: list[str] = [f"l{i}" for i in range(len(eqn.invars[0].aval.shape))]
-    rhs: list[str] = [f"r{i}" for i in range(len(eqn.invars[1].aval.shape))]
-    for kind, ls, rs in [("b", lhs_batch, rhs_batch), ("k", lhs_contract, rhs_contract)]:
-        for i, (l, r) in enumerate(zip(ls, rs, strict=True)):
-            lhs[l] = rhs[r] = f"{kind}{i}"
-    batch = [f"b{i}" for i in range(len(lhs_batch))]
-    out = batch + [f for f in lhs if f[0] == "l"] + [f for f in rhs if f[0] == "r"]
-    contracted = [f"k{i}" for i in range(len(lhs_contract))]
-    reduced = dict.fromkeys(contracted, "sum")
-    return Factors.of(eqn, [lhs, rhs], [out], reduced, priority=batch, ordered=())
 
 
 def dot_work(part: Mapping[Factor, int]) -> float:
@@ -69,6 +54,66 @@ class _RingProduct:
     factor: Factor
     split: Split
 
+    @property
+    def operands(self) -> tuple[Sharding, ...]:
+        """The shardings of the operands."""
+        found = [here for here, _ in self.layout.operands]
+        dim = self.layout.factors.operands[self.which].index((self.factor,))
+        found[self.which] = found[self.which].replace(dim, self.split)
+        return tuple(found)
+
+    def run(self, ctx: Context, eqn: JaxprEqn, _: Any, tiles: Tiles, targets: Targets) -> Tiles:
+        """Cannon's algorithm: one operand's tiles pass around all devices, multiplied on each.
+
+        No device ever holds the entire operand. The loop runs once per tile and sends all but one.
+        """
+        place, (target,) = ctx.place, targets
+        which, factor, split = self.which, self.factor, self.split
+        factors, chosen = self.layout.factors, self.layout.chosen
+        size = byte_size(tiles[which].shape, tiles[which].array.dtype) / 2**20
+        limited = f"operand of {size:.3g} MiB exceeds the memory limit"
+        reason = Reason("step", eqn.primitive.name, limited)
+        why = Reason("operand", eqn.primitive.name)
+        ready = [
+            mask_for(ctx.place, ctx.reshard(t, wanted, why), dims, factors)
+            for t, wanted, dims in zip(tiles, self.operands, factors.operands, strict=True)
+        ]
+        moving, still = ready[which], ready[1 - which]
+        rows = moving.array.shape[factors.operands[which].index((factor,))]
+        still_dims, out_dims = factors.operands[1 - which], factors.results[0]
+        slice_dim = still_dims.index((factor,)) if (factor,) in still_dims else None
+        write_dim = out_dims.index((factor,)) if (factor,) in out_dims else None
+        out_sharding = shard_dims(out_dims, chosen, factors, target.num_devices)
+        shape = tuple(eqn.outvars[0].aval.shape)
+        local = list(out_sharding.local_shape(shape))
+        other = still.array
+        if slice_dim is not None:
+            more = rows * split.tiles - other.shape[slice_dim]
+            other = padding.pad(other, slice_dim, 0, more, value=0)
+        if write_dim is not None:
+            local[write_dim] = rows * split.tiles
+
+        def multiply(number: Any, arrays: Sequence[Any], totals: Sequence[Any]) -> list[jax.Array]:
+            (passing,), (total,), partner = arrays, totals, other
+            if slice_dim is not None:
+                partner = lax.dynamic_slice_in_dim(other, number * rows, rows, slice_dim)
+            (part,) = bind(eqn, [passing, partner] if which == 0 else [partner, passing])
+            if write_dim is None:
+                return [total + part]
+            return [lax.dynamic_update_slice_in_dim(total, part, number * rows, write_dim)]
+
+        pairs = ring_of(moving.sharding, factors.operands[which].index((factor,)))
+        nothing = jnp.zeros(local, eqn.outvars[0].aval.dtype)
+        ring = Ring(place, split, reason)
+        (total,) = ring.run(multiply, [(moving.array, pairs)], [(nothing, [])])
+        if write_dim is not None:
+            total = lax.slice(total, [0] * total.ndim, out_sharding.local_shape(shape))
+        here = shard_result(out_dims, chosen, factors, target.num_devices)
+        done = Tile(total, here, shape, eqn.primitive.name)
+        kind = factors.reduction(chosen)
+        stays = ctx.stays_unreduced(eqn.outvars[0], done, kind)
+        return [done if stays else combine(place, done, kind, target)]
+
 
 def dot_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """The splits of the factors; in a loop where one gathers more than memory allows."""
@@ -78,12 +123,10 @@ def dot_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) 
         if loop is None:
             yield way
             continue
-        n, aval, operands = loop.which, eqn.invars[loop.which].aval, list(way.operands)
-        dim = loop.layout.factors.operands[n].index((loop.factor,))
-        operands[n] = operands[n].replace(dim, loop.split)
-        tile = byte_size(operands[n].local_shape(aval.shape), aval.dtype)
+        aval, operands = eqn.invars[loop.which].aval, loop.operands
+        tile = byte_size(operands[loop.which].local_shape(aval.shape), aval.dtype)
         sent = timed((loop.split.tiles - 1) * tile)  # one latency, as a gather has
-        yield way._replace(operands=tuple(operands), how=loop, sent=sent)
+        yield way._replace(operands=operands, how=loop, sent=sent)
 
 
 def _too_large(
@@ -100,7 +143,6 @@ def _too_large(
 
 @rule(
     p.dot_general_p,
-    factors=dot_factors,
     ways=dot_ways,
     linear=linear_in((0,), (1,)),
     doc=Doc(
@@ -109,63 +151,19 @@ def _too_large(
         "disagree: AllToAll or AllGather of the smaller",
     ),
 )
-def _dot(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
-    if isinstance(way.how, _RingProduct):
-        return [_in_a_loop(ctx, eqn, way, tiles, targets[0])]
-    return way.how.run(ctx, eqn, bind_local, tiles, targets)
-
-
-def _in_a_loop(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, target: Sharding) -> Tile:
-    """Cannon's algorithm: one operand's tiles pass around all devices, multiplied on each.
-
-    No device ever holds the entire operand. The loop runs once per tile and sends all but one.
-    """
-    place, loop = ctx.place, way.how
-    which, factor, split = loop.which, loop.factor, loop.split
-    factors, chosen = loop.layout.factors, loop.layout.chosen
-    size = byte_size(tiles[which].shape, tiles[which].array.dtype) / 2**20
-    limited = f"operand of {size:.3g} MiB exceeds the memory limit"
-    reason = Reason("step", eqn.primitive.name, limited)
-    why = Reason("operand", eqn.primitive.name)
-    ready = [
-        mask_for(ctx.place, ctx.reshard(t, wanted, why), dims, factors)
-        for t, wanted, dims in zip(tiles, way.operands, factors.operands, strict=True)
-    ]
-    moving, still = ready[which], ready[1 - which]
-    rows = moving.array.shape[factors.operands[which].index((factor,))]
-    still_dims, out_dims = factors.operands[1 - which], factors.results[0]
-    slice_dim = still_dims.index((factor,)) if (factor,) in still_dims else None
-    write_dim = out_dims.index((factor,)) if (factor,) in out_dims else None
-    out_sharding = shard_dims(out_dims, chosen, factors, target.num_devices)
-    shape = tuple(eqn.outvars[0].aval.shape)
-    local = list(out_sharding.local_shape(shape))
-    other = still.array
-    if slice_dim is not None:
-        more = rows * split.tiles - other.shape[slice_dim]
-        other = padding.pad(other, slice_dim, 0, more, value=0)
-    if write_dim is not None:
-        local[write_dim] = rows * split.tiles
-
-    def multiply(number: Any, arrays: Sequence[Any], totals: Sequence[Any]) -> list[jax.Array]:
-        (passing,), (total,), partner = arrays, totals, other
-        if slice_dim is not None:
-            partner = lax.dynamic_slice_in_dim(other, number * rows, rows, slice_dim)
-        (part,) = bind(eqn, [passing, partner] if which == 0 else [partner, passing])
-        if write_dim is None:
-            return [total + part]
-        return [lax.dynamic_update_slice_in_dim(total, part, number * rows, write_dim)]
-
-    pairs = ring_of(moving.sharding, factors.operands[which].index((factor,)))
-    nothing = jnp.zeros(local, eqn.outvars[0].aval.dtype)
-    ring = Ring(place, split, reason)
-    (total,) = ring.run(multiply, [(moving.array, pairs)], [(nothing, [])])
-    if write_dim is not None:
-        total = lax.slice(total, [0] * total.ndim, out_sharding.local_shape(shape))
-    here = shard_result(out_dims, chosen, factors, target.num_devices)
-    done = Tile(total, here, shape, eqn.primitive.name)
-    kind = factors.reduction(chosen)
-    stays = ctx.stays_unreduced(eqn.outvars[0], done, kind)
-    return done if stays else combine(place, done, kind, target)
+def dot_factors(eqn: JaxprEqn) -> Factors:
+    """Batch dims `b`, contracting dims `k`, and the dims that one operand has alone."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    lhs: list[str] = [f"l{i}" for i in range(len(eqn.invars[0].aval.shape))]
+    rhs: list[str] = [f"r{i}" for i in range(len(eqn.invars[1].aval.shape))]
+    for kind, ls, rs in [("b", lhs_batch, rhs_batch), ("k", lhs_contract, rhs_contract)]:
+        for i, (l, r) in enumerate(zip(ls, rs, strict=True)):
+            lhs[l] = rhs[r] = f"{kind}{i}"
+    batch = [f"b{i}" for i in range(len(lhs_batch))]
+    out = batch + [f for f in lhs if f[0] == "l"] + [f for f in rhs if f[0] == "r"]
+    contracted = [f"k{i}" for i in range(len(lhs_contract))]
+    reduced = dict.fromkeys(contracted, "sum")
+    return Factors.of(eqn, [lhs, rhs], [out], reduced, priority=batch, ordered=())
 
 
 @dataclass(frozen=True)

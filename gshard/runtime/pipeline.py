@@ -37,6 +37,7 @@ from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
 _FREEZING = threading.Lock()
+_YOUNG = 50_000  # new objects before the garbage collector looks at them, some megabytes
 
 
 def lower(
@@ -125,17 +126,17 @@ def _has_rings(order: DeviceOrder) -> bool:
 def collecting_new_objects_alone() -> Iterator[None]:
     """The garbage collector leaves out the objects that were there before, as during a lowering.
 
-    It makes many objects, so that the collector would look at all of the process's, more than once.
+    It makes many, nearly all of which stay: the collector would look at all objects repeatedly.
     """
     if not _FREEZING.acquire(blocking=False):  # a lowering around this one, or another thread's
         yield
         return
-    free = not gc.get_freeze_count()  # else the user has frozen objects, which stay so
-    if free:
-        gc.freeze()
-    try:
+    young, *older = gc.get_threshold()
+    with contextlib.ExitStack() as after:
+        after.callback(_FREEZING.release)
+        if not gc.get_freeze_count():  # else the user has frozen objects, which stay so
+            gc.freeze()
+            after.callback(gc.unfreeze)
+        gc.set_threshold(young and max(young, _YOUNG), *older)  # 0: the user has turned it off
+        after.callback(gc.set_threshold, young, *older)
         yield
-    finally:
-        if free:
-            gc.unfreeze()
-        _FREEZING.release()

@@ -18,7 +18,7 @@ from gshard import _jax, recording
 from gshard.capture.stage import Captured
 from gshard.checking.lockstep import Emitted
 from gshard.explanation import Subject
-from gshard.graph import map_bodies
+from gshard.graph import bodies, map_bodies
 from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.history import History
 from gshard.moving import inventory
@@ -190,8 +190,7 @@ class Program(GlobalFunction):
     @property
     def jaxpr(self) -> Jaxpr:
         """The per-device program."""
-        inner = self._mapped.params["jaxpr"]
-        return getattr(inner, "jaxpr", inner)
+        return bodies(self._mapped)[0]
 
     @property
     def _mapped(self) -> JaxprEqn:

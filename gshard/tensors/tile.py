@@ -18,7 +18,7 @@ from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Value:
     """A value of the program: its variable, and how it can be recomputed (`moving.recompute`)."""
 
@@ -38,7 +38,7 @@ class HeldRows(NamedTuple):
         return lax.select(mask, array, lax.full_like(array, otherwise))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # not frozen: those take five times as long to make
 class Tile:
     """A device's part of a tensor of logical `shape`.
 
@@ -62,7 +62,7 @@ class Tile:
         sharding: Sharding, shape: tuple[int, ...], dtype: Any, origin: str = "", held: Any = None
     ) -> Tile:
         """A tile without elements."""
-        array: Any = _blank(sharding.local_shape(shape), dtype)
+        array: Any = local_type(sharding.local_shape(shape), dtype)
         return Tile(array, sharding, shape, origin, held)
 
     def without_elements(self) -> Tile:
@@ -136,14 +136,14 @@ Arrays = Sequence[Array]
 def rows_within(shape: Sequence[int], dim: int, first: Array | int, low: Any, high: Any) -> Array:
     """A mask of `shape`: the rows along `dim` from `low` to `high`, counted from `first` on."""
     row = lax.broadcasted_iota(jnp.int32, shape, dim)
-    if not (isinstance(first, int) and first == 0):
-        row += first
+    row = row if isinstance(first, int) and first == 0 else row + first
     return (row >= low) & (row < high)
 
 
 @cached
-def _blank(shape: tuple[int, ...], dtype: Any) -> ShapedArray:
-    return ShapedArray(shape, dtype)
+def local_type(shape: tuple[int, ...], dtype: Any, weak: bool = False, **more: Any) -> ShapedArray:
+    """The type of a local array."""
+    return ShapedArray(shape, dtype, weak, **more)
 
 
 @cached

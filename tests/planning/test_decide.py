@@ -83,7 +83,7 @@ def test_results_that_only_the_trace_knows(monkeypatch):
     rule, made = RULES[p.dot_general_p], []
 
     def run(ctx, eqn, way, tiles, targets):
-        done = rule.run(ctx, eqn, way, tiles, targets)
+        done = way.how.run(ctx, eqn, rule.local, tiles, targets)
         made.extend(done)
         return [combine(ctx.place, tile, way.kind, targets[0]) for tile in done]
 

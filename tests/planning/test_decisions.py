@@ -27,8 +27,8 @@ from gshard.propagation.spread import DimGroups, Spread
 from gshard.rules.base.rule import RULES
 from gshard.rules.base.ways import FactorSplit
 from gshard.rules.control import _summed_if_large
-from gshard.rules.cumulative import cumulative_ways
 from gshard.rules.painting import RowMap
+from gshard.rules.reduction import cumulative_ways
 from gshard.rules.row_map import _sent
 from gshard.rules.window_reduce import _in_parts
 from gshard.tensors.meshes import expressed, mesh_shapes, partition_spec

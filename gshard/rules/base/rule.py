@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 
 from gshard.graph.evaluate import bind
@@ -21,8 +20,8 @@ from gshard.graph.reason import Reason
 from gshard.graph.regions import Loop
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, Shape, all_dims
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import Arrays, Tile, Tiles
 
 
 @dataclass(frozen=True)
@@ -92,15 +91,11 @@ class Context(Protocol):
         """Whether `tile`, a value of `var` that is to be reduced by `kind`, is reduced later."""
         ...
 
-    def cheapest(
-        self, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
-    ) -> Way:
+    def cheapest(self, eqn: JaxprEqn, rule: Rule, tiles: Tiles, targets: Targets) -> Way:
         """The way to run `eqn` on `tiles`, the cheapest."""
         ...
 
-    def results(
-        self, eqn: JaxprEqn, rule: Rule, way: Way, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
+    def results(self, eqn: JaxprEqn, rule: Rule, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
         """What `eqn` makes of `tiles` in this way."""
         ...
 
@@ -118,7 +113,7 @@ class Context(Protocol):
 
     def run_body(
         self, closed: Any, tiles: Sequence[Tile], leaving: Mapping[int, float] = ...
-    ) -> list[Tile]:
+    ) -> Tiles:
         """Partition the body of a loop or branch, called with `tiles`.
 
         The results with the numbers in `leaving` may be unreduced (`uses`).
@@ -129,7 +124,7 @@ class Context(Protocol):
         """A context for other devices and another program."""
         ...
 
-    def run(self, jaxpr: Any, tiles: Sequence[Tile]) -> list[Tile]:
+    def run(self, jaxpr: Any, tiles: Sequence[Tile]) -> Tiles:
         """The results of a program, given tiles for its arguments."""
         ...
 
@@ -138,13 +133,13 @@ class Context(Protocol):
         ...
 
 
-LocalOp = Callable[[Context, JaxprEqn, list[Tile], list[Shape]], Sequence[jax.Array]]
-PartitionRule = Callable[[Context, JaxprEqn, list[Tile], list[Sharding]], list[Tile]]
-RunWay = Callable[[Context, JaxprEqn, Way, list[Tile], list[Sharding]], list[Tile]]
+LocalOp = Callable[[Context, JaxprEqn, Tiles, list[Shape]], Arrays]
+PartitionRule = Callable[[Context, JaxprEqn, Tiles, list[Sharding]], Tiles]
+RunWay = Callable[[Context, JaxprEqn, Way, Tiles, Targets], Tiles]
 UnreducedRule = Callable[[Context, JaxprEqn, Sequence[Tile]], Tile | None]
 Work = Callable[[Mapping[Factor, int]], float]
 # From an equation, the shardings of its operands, those wanted of its results, and the memory limit
-Ways = Callable[[JaxprEqn, Sequence[Sharding], Sequence[Sharding], int], Iterable[Way]]
+Ways = Callable[[JaxprEqn, Shardings, Targets, int], Iterable[Way]]
 
 
 @dataclass(frozen=True)
@@ -167,16 +162,12 @@ def linear_in(*groups: Sequence[int], run: UnreducedRule | None = None) -> Linea
 linear_in_all = Linear(lambda eqn: (range(len(eqn.invars)),))
 
 
-def bind_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
+def bind_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -> Arrays:
     """The primitive itself, on local arrays."""
     return bind(eqn, [t.array for t in tiles])
 
 
-def cheapest(
-    ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
-) -> Way:
+def cheapest(ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: Tiles, targets: Targets) -> Way:
     """The cheapest way to run `eqn` on `tiles`, found once for equal equations."""
     return ctx.cheapest(eqn, rule, tiles, targets)
 
@@ -185,9 +176,7 @@ def on_moved(run: RunWay) -> RunWay:
     """`run` on operands under the shardings of the way."""
 
     @functools.wraps(run)
-    def moved(
-        ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
+    def moved(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
         reason = Reason("operand", eqn.primitive.name)
         ready = [ctx.reshard(t, here, reason) for t, here in zip(tiles, way.operands, strict=True)]
         return run(ctx, eqn, way, ready, targets)
@@ -230,9 +219,7 @@ class Rule:
         """Whether it always runs under a split of its factors."""
         return self.ways is None and self.run is None
 
-    def partition(
-        self, ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
+    def partition(self, ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
         """The operator in its cheapest way; results may still need resharding."""
         return ctx.results(eqn, self, ctx.cheapest(eqn, self, tiles, targets), tiles, targets)
 

@@ -29,7 +29,7 @@ from gshard.moving.recompute import VIEWS
 from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import RULES
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import byte_size
+from gshard.tensors.tile import size_of
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
@@ -62,23 +62,6 @@ class Uses(Graph):
         return found
 
     @functools.cached_property
-    def linear(self) -> list[tuple[JaxprEqn, list[Any]]]:
-        """The operators, from the last, that are linear in some values; and those."""
-        found = []
-        for eqn in reversed(self.eqns):
-            groups = [[eqn.invars[n] for n in group] for group in linear_groups(eqn)]
-            # A square is linear in neither of its operands.
-            able = dict.fromkeys(
-                a
-                for group in groups
-                for a in group
-                if not isinstance(a, Literal) and group.count(a) == eqn.invars.count(a)
-            )
-            if able:
-                found.append((eqn, list(able)))
-        return found
-
-    @functools.cached_property
     def narrow(self) -> dict[Any, float]:
         """The parts of values' bytes that have to move, where those are less than all."""
         sources: dict[Any, frozenset[Any]] = {}  # the origin of a value, and its bytes
@@ -87,11 +70,11 @@ class Uses(Graph):
             if not _is_by_element(eqn):
                 continue
             (var,), operands = eqn.outvars, [a for a in eqn.invars if not isinstance(a, Literal)]
-            size = _size(var)
-            if any(a not in sources and _size(a) >= size for a in operands):  # nearly always
+            size = size_of(var)
+            if any(a not in sources and size_of(a) >= size for a in operands):  # nearly always
                 continue
             moved = frozenset().union(*[sources.get(a, frozenset([a])) for a in operands])
-            least = sum(map(_size, moved))
+            least = sum(map(size_of, moved))
             if least < size and len(moved) <= _MOST:
                 sources[var], found[var] = moved, least / size
         return found
@@ -124,11 +107,7 @@ class Uses(Graph):
 # ---------------------------------------------------------------- sums that are reduced later
 
 
-def may_stay_unreduced(
-    of: Uses,
-    leaving: Mapping[int, float] = NOTHING,
-    shardings: Mapping[Any, Sharding] | None = None,
-) -> dict[Any, float]:
+class Delayed(Mapping[Any, float]):
     """The variables whose reduction may be delayed, and the share of its cost that is left then.
 
     Two that are added pay half each, and a value of which sums are taken what those pay. The
@@ -137,39 +116,76 @@ def may_stay_unreduced(
     scattered sum is less to scale and to transpose; and for several uses, only if they send less
     than half together. Whether a value gets smaller before it is reduced depends on `shardings`:
     before those are known, shares are without that, and variables that may stay unreduced because
-    of them are left out.
+    of them are left out. What is not asked for, which is most of a program, is not looked at.
     """
-    jaxpr, sums = of.jaxpr, of.sums
-    found: dict[Any, float] = {}  # of these less, or fewer, or otherwise split ones are summed
-    read: Counter[Any] = Counter()  # how often by an operator that can run on unreduced ones
-    later: dict[Any, float] = defaultdict(float)  # what these reduce instead, of one byte
-    sizes: dict[Any, float] = defaultdict(float)  # the same, if nothing is added to it
-    for number, share in leaving.items():
-        var = jaxpr.outvars[number]
-        if of.uses(var) == 1:
-            found[var], sizes[var] = share, 1.0
-    for eqn, able in of.linear:
+
+    def __init__(
+        self,
+        of: Uses,
+        leaving: Mapping[int, float] = NOTHING,
+        shardings: Mapping[Any, Sharding] | None = None,
+    ):
+        self.of, self.shardings = of, shardings
+        self.found: dict[Any, float] = {}  # those, and what is paid
+        self.read: Counter[Any] = Counter()  # how often by operators that can run on unreduced ones
+        self.later: dict[Any, float] = defaultdict(float)  # what these reduce instead, of one byte
+        self.sizes: dict[Any, float] = defaultdict(float)  # the same, if nothing is added to it
+        self.known: set[JaxprEqn] = set()  # equations that were looked at
+        for number, share in leaving.items():
+            var = of.jaxpr.outvars[number]
+            if of.uses(var) == 1:
+                self.found[var], self.sizes[var] = share, 1.0
+        once = {number for number, share in leaving.items() if share < 1}
+        others = _leading_to(of.jaxpr, once) if once else ()
+        self.others = dict.fromkeys(others, max(leaving.values(), default=1.0))
+
+    def __getitem__(self, var: Any) -> float:
+        self._look_at(self.of.users(var))
+        return self.found[var] if var in self.found else self.others[var]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._look_at(self.of.eqns)
+        return iter(self.found | self.others)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _look_at(self, eqns: Iterable[JaxprEqn]) -> None:
+        """Find the shares of what these equations read: after those of what they make of it."""
+        left, new = list(eqns), set[JaxprEqn]()
+        while left:
+            eqn = left.pop()
+            if eqn not in self.known and linear_groups(eqn):
+                self.known.add(eqn)
+                new.add(eqn)
+                left += [user for v in eqn.outvars for user in self.of.users(v)]
+        for eqn in sorted(new, key=self.of.numbers.__getitem__, reverse=True):
+            self._find(eqn)
+
+    def _find(self, eqn: JaxprEqn) -> None:
+        """Find the shares of what one equation reads, if it is the last of its readers."""
+        of, found, sums, shardings = self.of, self.found, self.of.sums, self.shardings
         if not _keeps_sums(eqn):
-            continue
+            return
         if eqn.primitive in JOINED and not sums.issuperset(filter(_is_tensor, eqn.invars)):
-            continue  # other values would be summed too, which are as large as they are
+            return  # other values would be summed too, which are as large as they are
+        groups = [[eqn.invars[n] for n in group] for group in linear_groups(eqn)]
+        named = dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal))
+        # A square is linear in neither of its operands.
+        able = [a for a in named if any(g.count(a) == eqn.invars.count(a) for g in groups)]
         out, alone = eqn.outvars[0], [a for a in able if of.uses(a) == 1]
         for atom in able:
             both = _adds_sums(eqn, atom, sums.intersection(alone))
             saves = both or out in found or (eqn.primitive in JOINED and len(alone) > 1)
             if saves or _is_less_later(eqn, atom, shardings):
-                read[atom] += eqn.invars.count(atom)
+                self.read[atom] += eqn.invars.count(atom)
                 growth = _growth(eqn, atom) if shardings is not None else 1.0
                 gathered = _gathered(of, eqn, atom, shardings) if shardings is not None else 0.0
-                later[atom] += found.get(out, 1.0) * growth / (2 if both else 1) + gathered
-                sizes[atom] += (sizes[out] if out in found else 1.0) * growth + gathered
-                saved = later[atom] <= 1 if atom in alone else sizes[atom] < 0.5
-                if saved and read[atom] == of.uses(atom):
-                    found[atom] = later[atom]
-    once = {number for number, share in leaving.items() if share < 1}
-    for var in _leading_to(jaxpr, once) if once else ():
-        found.setdefault(var, max(leaving.values()))
-    return found
+                self.later[atom] += found.get(out, 1.0) * growth / (2 if both else 1) + gathered
+                self.sizes[atom] += (self.sizes[out] if out in found else 1.0) * growth + gathered
+                saved = self.later[atom] <= 1 if atom in alone else self.sizes[atom] < 0.5
+                if saved and self.read[atom] == of.uses(atom):
+                    found[atom] = self.later[atom]
 
 
 def _leading_to(jaxpr: Jaxpr, results: Collection[int]) -> set[Any]:
@@ -211,7 +227,7 @@ def _adds_sums(eqn: JaxprEqn, atom: Any, unreduced: Collection[Any]) -> bool:
 
 def _growth(eqn: JaxprEqn, atom: Any) -> float:
     """The bytes of the result to reduce for one of `atom`; those around it are others' or zeros."""
-    growth = _size(eqn.outvars[0]) / max(_size(atom), 1)
+    growth = size_of(eqn.outvars[0]) / max(size_of(atom), 1)
     return min(growth, 1.0) if eqn.primitive in _AROUND else growth
 
 
@@ -227,7 +243,7 @@ def _gathered(of: Uses, eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Shardi
     jointly = {n for group in linear_groups(eqn) if number in group for n in group}
     others = [a for n, a in enumerate(eqn.invars) if n not in jointly and _is_tensor(a)]
     moved = [a for a in others if math.prod(shardings[a].tiles) == shardings[a].num_devices > 1]
-    return sum(_size(a) * of.narrow.get(a, 1.0) for a in moved) / max(_size(atom), 1)
+    return sum(size_of(a) * of.narrow.get(a, 1.0) for a in moved) / max(size_of(atom), 1)
 
 
 def _is_less_later(eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Sharding] | None) -> bool:
@@ -316,10 +332,6 @@ def leaving(loop: Loop, shares: Mapping[Any, float]) -> Mapping[int, float]:
 
 
 # ---------------------------------------------------------------- values that are narrow elsewhere
-
-
-def _size(var: Any) -> int:
-    return byte_size(var.aval.shape, var.aval.dtype)
 
 
 def _is_by_element(eqn: JaxprEqn) -> bool:

@@ -15,9 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from gshard._jax import copied
 from gshard.graph.reason import Reason
 from gshard.moving.costs import worked
 from gshard.moving.partial import combine, combine_cost
@@ -33,16 +35,12 @@ from gshard.tensors.factors import (
     shard_dims,
     shard_result,
 )
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, itemsize_of
+from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.tile import Tile, Tiles, itemsize_of, local_type
 
 
 def ways_of(
-    rule: Rule,
-    eqn: JaxprEqn,
-    shardings: Sequence[Sharding],
-    targets: Sequence[Sharding],
-    memory_limit: int,
+    rule: Rule, eqn: JaxprEqn, shardings: Shardings, targets: Targets, memory_limit: int
 ) -> Iterable[Way]:
     """The ways to run `eqn`, of operands with these shardings, for results that have `targets`."""
     if rule.ways:
@@ -53,8 +51,8 @@ def ways_of(
 def least(
     ways: Iterable[Way],
     eqn: JaxprEqn,
-    shardings: Sequence[Sharding],
-    targets: Sequence[Sharding],
+    shardings: Shardings,
+    targets: Targets,
     shares: Shares | None = None,
 ) -> Way:
     """The cheapest way, the first of equal ones; a single one is not priced."""
@@ -70,8 +68,8 @@ def least(
 def price(
     way: Way,
     eqn: JaxprEqn,
-    shardings: Sequence[Sharding],
-    targets: Sequence[Sharding],
+    shardings: Shardings,
+    targets: Targets,
     shares: Shares | None = None,
     limit: float = math.inf,
 ) -> float:
@@ -88,19 +86,16 @@ def price(
 
 
 def operand_moves(
-    way: Way, eqn: JaxprEqn, shardings: Sequence[Sharding], shares: Shares | None = None
+    way: Way, eqn: JaxprEqn, shardings: Shardings, shares: Shares | None = None
 ) -> Iterator[tuple[int, Sharding, float]]:
     """The number of each operand, the sharding that the way needs it under, and the cost."""
-    for number, (atom, here, wanted) in enumerate(
-        zip(eqn.invars, shardings, way.operands, strict=True)
-    ):
+    operands = zip(eqn.invars, shardings, way.operands, strict=True)
+    for number, (atom, here, wanted) in enumerate(operands):
         part = shares.narrow[number] if shares else 1.0
         yield number, wanted, reshard_cost(here, wanted, atom.aval.shape, atom.aval.dtype, part)
 
 
-def results_cost(
-    way: Way, eqn: JaxprEqn, targets: Sequence[Sharding], shares: Shares | None = None
-) -> float:
+def results_cost(way: Way, eqn: JaxprEqn, targets: Targets, shares: Shares | None = None) -> float:
     """The cost of reducing results and of resharding them as wanted."""
     total = 0.0
     for var, here, target in zip(eqn.outvars, way.results, targets, strict=True):
@@ -140,9 +135,7 @@ class FactorSplit:
         )
         return FactorSplit(factors, chosen, operands, results)
 
-    def between(
-        self, eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding]
-    ) -> FactorSplit:
+    def between(self, eqn: JaxprEqn, shardings: Shardings, targets: Targets) -> FactorSplit:
         """This layout between these shardings of operands and wanted shardings of results."""
         atoms, given = (*eqn.invars, *eqn.outvars), (*shardings, *targets)
         usual = tuple((s, s.local_shape(a.aval.shape)) for s, a in zip(given, atoms, strict=True))
@@ -171,31 +164,40 @@ class FactorSplit:
             self.work(eqn, work),
         )
 
-    def blanks(self, eqn: JaxprEqn) -> list[Tile]:
+    def blanks(self, eqn: JaxprEqn) -> Tiles:
         """The results of `eqn` in place, without elements."""
-        pairs = zip(self.results, eqn.outvars, strict=True)
-        return [Tile.blank(here, v.aval.shape, v.aval.dtype) for (here, _), v in pairs]
+        return self._of(eqn, self._types(eqn))
+
+    def copied(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tiles | None:
+        """The results of `eqn` on these tiles, as it is; None where it does not run in place."""
+        if not self._takes(tiles):
+            return None
+        arrays = copied(eqn, [t.array for t in tiles], self._types(eqn))
+        return arrays and self._of(eqn, arrays)
+
+    def _takes(self, tiles: Sequence[Tile]) -> bool:
+        pairs = zip(tiles, self.operands, strict=True)
+        return self.in_place and all(
+            t.sharding is here and t.array.shape == shape for t, (here, shape) in pairs
+        )
+
+    def _types(self, eqn: JaxprEqn) -> list[Any]:
+        pairs = [(v.aval, shape) for v, (_, shape) in zip(eqn.outvars, self.results, strict=True)]
+        return [local_type(n, a.dtype, a.weak_type, memory_space=a.memory_space) for a, n in pairs]
+
+    def _of(self, eqn: JaxprEqn, arrays: Sequence[Any]) -> Tiles:
+        made = zip(eqn.outvars, arrays, self.results, strict=True)
+        return [Tile(array, here, v.aval.shape) for v, array, (here, _) in made]
 
     def run(
-        self,
-        ctx: Context,
-        eqn: JaxprEqn,
-        local: LocalOp,
-        tiles: list[Tile],
-        targets: Sequence[Sharding],
-    ) -> list[Tile]:
+        self, ctx: Context, eqn: JaxprEqn, local: LocalOp, tiles: Tiles, targets: Targets
+    ) -> Tiles:
         """The results of `eqn` under this split, as `local` computes them."""
-        if self.in_place and all(t.is_standard for t in tiles):  # as most operators are
-            arrays = local(ctx, eqn, tiles, [shape for _, shape in self.results])
-            return [
-                Tile(array, target, var.aval.shape)
-                for var, array, target in zip(eqn.outvars, arrays, targets, strict=True)
-            ]
+        if self._takes(tiles):
+            return self._of(eqn, local(ctx, eqn, tiles, [shape for _, shape in self.results]))
         name, factors = eqn.primitive.name, self.factors
-        ready = []
-        for tile, dims, (sharding, shape) in zip(
-            tiles, factors.operands, self.operands, strict=True
-        ):
+        ready, operands = [], zip(tiles, factors.operands, self.operands, strict=True)
+        for tile, dims, (sharding, shape) in operands:
             tile = ctx.reshard(tile, sharding, Reason("operand", name))
             if tile.array.shape != shape:
                 for dim, size in enumerate(shape):
@@ -203,10 +205,8 @@ class FactorSplit:
             ready.append(mask_for(ctx.place, tile, dims, factors) if factors.reduced else tile)
         arrays = local(ctx, eqn, ready, [shape for _, shape in self.results])
         kind = factors.reduction(self.chosen)
-        results = []
-        for var, (here, _), array, target in zip(
-            eqn.outvars, self.results, arrays, targets, strict=True
-        ):
+        results, made = [], zip(eqn.outvars, self.results, arrays, targets, strict=True)
+        for var, (here, _), array, target in made:
             tile = Tile(array, here, tuple(var.aval.shape), name)
             stays = ctx.stays_unreduced(var, tile, kind)
             results.append(tile if stays else combine(ctx.place, tile, kind, target))
@@ -216,8 +216,8 @@ class FactorSplit:
 def by_factors(
     eqn: JaxprEqn,
     factors: Factors,
-    shardings: Sequence[Sharding],
-    targets: Sequence[Sharding],
+    shardings: Shardings,
+    targets: Targets,
     kept: Collection[Factor] = (),
     work: Work | None = None,
 ) -> Iterator[Way]:
@@ -233,7 +233,7 @@ def by_factors(
 
 
 def replicated_way(
-    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+    eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int
 ) -> Iterator[Way]:
     """On replicated operands, on every device."""
     count = (*targets, *shardings)[0].num_devices if (*targets, *shardings) else 1

@@ -9,7 +9,7 @@ from jax import lax
 import gshard.rules  # noqa: F401 (registers what operators are linear in)
 from gshard.graph.regions import Loop
 from gshard.rules.base.unreduced import can_stay
-from gshard.rules.base.uses import Uses, accumulators, may_stay_unreduced
+from gshard.rules.base.uses import Delayed, Uses, accumulators
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 from tests.oracle import even_split
@@ -28,7 +28,7 @@ def traced(fn, *args):
 
 def test_two_sums_that_are_added_pay_half_each():
     jaxpr = traced(lambda x, w: x @ w + (2 * x) @ w, X, W)
-    found = may_stay_unreduced(Uses(jaxpr))
+    found = Delayed(Uses(jaxpr))
     assert [found[v] for v in made_by(jaxpr, "dot_general")] == [0.5, 0.5]
 
 
@@ -39,7 +39,7 @@ def test_a_sum_that_is_used_twice_does_not_wait():
 
     jaxpr = traced(fn, X, W)
     twice, _ = made_by(jaxpr, "dot_general")
-    assert twice not in may_stay_unreduced(Uses(jaxpr))
+    assert twice not in Delayed(Uses(jaxpr))
 
 
 def test_a_sum_that_waits_has_the_other_operands_gathered():
@@ -61,7 +61,7 @@ def share_of_a_masked_sum(masked, split):
     if split:
         shardings[jaxpr.invars[2]] = Sharding.of_assignment(even_split(2, 0, 4), 4)
     (product,) = made_by(jaxpr, "dot_general")
-    return may_stay_unreduced(Uses(jaxpr), {}, shardings).get(product)
+    return Delayed(Uses(jaxpr), {}, shardings).get(product)
 
 
 @pytest.mark.parametrize(("made", "kept", "waits"), [
@@ -73,7 +73,7 @@ def test_no_sum_is_accumulated_in_a_type_that_does_not_hold_it(made, kept, waits
     x, w, total = X.astype(made), W.astype(made), jnp.zeros((4, 3), kept)
     jaxpr = traced(lambda total, x, w: total + (x @ w).astype(kept), total, x, w)
     (product,) = made_by(jaxpr, "dot_general")
-    assert (product in may_stay_unreduced(Uses(jaxpr), {0: 0.5})) is waits
+    assert (product in Delayed(Uses(jaxpr), {0: 0.5})) is waits
 
 
 @pytest.mark.parametrize(

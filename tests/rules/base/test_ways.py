@@ -202,8 +202,8 @@ def planned(fn, arguments, inputs, outputs, options, prices=price):
         shardings = [t.sharding for t in tiles]
         return recorded(cheapest(self, eqn, rule, tiles, targets), eqn, shardings, targets)
 
-    def remembered(self, eqn, rule, shardings, targets):
-        return recorded(in_place(self, eqn, rule, shardings, targets), eqn, shardings, targets)
+    def remembered(self, eqn, shardings, targets):
+        return recorded(in_place(self, eqn, shardings, targets), eqn, shardings, targets)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Choice, "cheapest", found)
