@@ -221,11 +221,10 @@ def strategy(config: DeviceConfig) -> Strategy:
     if count % (tensor * stages):
         many = f"devices.stages={stages} times " if stages > 1 else ""
         raise UserError(f"{many}devices.tensor={tensor} does not divide {count} devices")
-    if stages == 1:
-        return Strategy(count // tensor, tensor, cut)
-    if cut:
+    if cut and stages > 1:
         raise UserError("devices.split_update is for weights on all devices: not with stages")
-    return Strategy(count // tensor, tensor, False, stages, config.microbatches or 2 * stages)
+    microbatches = (config.microbatches or 2 * stages) if stages > 1 else 0
+    return Strategy(count // tensor, tensor, cut, stages, microbatches)
 
 
 def matmul_flops(devices: int, dtype: str = "float32") -> float:

@@ -8,7 +8,7 @@ collectives are inside of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -135,15 +135,16 @@ class Stages:
         return kinds
 
     def piece(
-        self, body: ClosedJaxpr, operands: Sequence[Tile], wanted: Sequence[Tile | None] = (),
-        sums: Mapping[int, float] | None = None, masks: bool = False,
+        self, body: ClosedJaxpr, operands: Sequence[Tile], wanted: Sequence[Tile] = (),
+        share: float = 0, masks: bool = False,
     ) -> Pass:  # fmt: skip
         """A program planned for one stage, called with what a device has of its operands.
 
-        Its first results are as `wanted`; `sums` are results that may be unreduced.
+        Its first results are as `wanted`, or its last ones after sums of a `share` of the batch
+        each, which may be unreduced.
         """
         flat, found = self._planned(body, operands)
-        made = list[Tile]()
+        first, made = len(flat.jaxpr.outvars) - len(wanted) if share else 0, list[Tile]()
 
         def run(*arrays: Any) -> list[Any]:
             place = Place(self.ctx.place.axes, self.per_stage, blocks=self.count)  # of this trace
@@ -152,15 +153,14 @@ class Stages:
                 planner.reshard(kind.holding(a), found.shardings[v], _OPERAND)
                 for a, kind, v in zip(arrays, operands, flat.jaxpr.invars, strict=True)
             ]
-            made[:] = planner.run_body(flat, ready, sums or {})
-            for number, kind in enumerate(wanted):
-                if kind is not None:
-                    made[number] = planner.reshard(made[number], kind.sharding, _RESULT)
+            made[:] = planner.run_body(flat, ready, dict.fromkeys(range(first), share))
+            for number, kind in enumerate(wanted, first):
+                made[number] = planner.reshard(made[number], kind.sharding, _RESULT)
             return [t.array for t in made]
 
         types = [jax.ShapeDtypeStruct(k.array.shape, k.array.dtype) for k in operands]
-        first, rest = lifted(jax.make_jaxpr(run)(*types), masks)
-        again = functools.partial(jaxpr_as_fun(rest), *jaxpr_as_fun(first)())
+        once, rest = lifted(jax.make_jaxpr(run)(*types), masks)
+        again = functools.partial(jaxpr_as_fun(rest), *jaxpr_as_fun(once)())
 
         def shaped(*arrays: Any) -> list[Any]:
             return again(*(a.reshape(t.shape) for a, t in zip(arrays, types, strict=True)))
@@ -185,12 +185,9 @@ def _partition(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], _: list[Sharding]
     if backward and later:
         residuals = ahead.kinds[len(inputs) :]
         behind = stages.piece(backward, [*fixed, *residuals, *gradients], gradients)
-        sums = dict.fromkeys(range(count + sum(is_float(k.array) for k in weights)), share)
-        late = stages.piece(later, [*fixed, *behind.kinds[len(gradients) :]], (), sums)
+        late = stages.piece(later, [*fixed, *behind.kinds[len(gradients) :]], share=share)
     if score:
-        sums = dict.fromkeys(range(len(score.out_avals) - len(gradients)), share)
-        wanted = [*[None] * len(sums), *gradients]
-        head = stages.piece(score, [*own, *inputs, *targets, *cotangents], wanted, sums)
+        head = stages.piece(score, [*own, *inputs, *targets, *cotangents], gradients, share)
     leading = ((), (), (stages.split,), (None,), (None,), ())  # dims before those of a layer
     arrays = [
         [stages.placed(t, kind, *lead) for t, kind in zip(part, kinds, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 
 from gshard._jax import ad, batching, mlir
 from gshard.graph.regions import MEANINGS
-from gshard.pipelining.passes import floats, with_gradients
+from gshard.pipelining.passes import floats, structs, with_gradients
 from gshard.pipelining.schedules import EQUAL, Routes, Schedule, Seconds, route
 
 Arrays = list[Any]
@@ -130,8 +130,7 @@ def added(sums: Arrays, values: Arrays) -> Arrays:
 
 def program(avals: Sequence[Any], params: Any) -> ClosedJaxpr:
     """What the operator stands for."""
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    return jax.make_jaxpr(lambda *flat: run(*flat, **params))(*structs)
+    return jax.make_jaxpr(partial(run, **params))(*structs(avals))
 
 
 MEANINGS[pipeline_p] = lambda eqn: program([a.aval for a in eqn.invars], eqn.params)
@@ -139,13 +138,13 @@ pipeline_p.def_abstract_eval(lambda *avals, **params: program(avals, params).out
 
 
 def _batched(args: Any, dims: Any, **params: Any) -> Any:
-    results = jax.vmap(lambda *flat: run(*flat, **params), in_axes=tuple(dims))(*args)
+    results = jax.vmap(partial(run, **params), in_axes=tuple(dims))(*args)
     return results, [0] * len(results)
 
 
-pipeline_p.def_impl(lambda *flat, **params: jax.jit(lambda *given: run(*given, **params))(*flat))
+pipeline_p.def_impl(lambda *flat, **params: jax.jit(partial(run, **params))(*flat))
 batching.primitive_batchers[pipeline_p] = _batched
 ad.primitive_jvps[pipeline_p] = lambda primals, tangents, **params: jax.jvp(
-    lambda *flat: run(*flat, **params), primals, tuple(map(ad.instantiate_zeros, tangents))
+    partial(run, **params), primals, tuple(map(ad.instantiate_zeros, tangents))
 )
 mlir.register_lowering(pipeline_p, mlir.lower_fun(run, multiple_results=True))

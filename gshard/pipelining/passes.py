@@ -110,10 +110,10 @@ def with_gradients(program: ClosedJaxpr, operands: int) -> ClosedJaxpr:
 
     Its operands are followed by cotangents of the results that are floats.
     """
-    run, structs = jaxpr_as_fun(program), _structs(program.in_avals)
+    run, types = jaxpr_as_fun(program), structs(program.in_avals)
 
     def both(*args: Any) -> list[Any]:
-        given, cotangents = args[: len(structs)], args[len(structs) :]
+        given, cotangents = args[: len(types)], args[len(types) :]
 
         def of_floats(*varying: Any) -> tuple[list[Any], list[Any]]:
             left = iter(varying)
@@ -124,10 +124,11 @@ def with_gradients(program: ClosedJaxpr, operands: int) -> ClosedJaxpr:
         _, vjp, results = jax.vjp(of_floats, *floats(given[:operands]), has_aux=True)
         return [*results, *vjp(list(cotangents))]
 
-    return jax.make_jaxpr(both)(*structs, *floats(_structs(program.out_avals)))
+    return jax.make_jaxpr(both)(*types, *floats(structs(program.out_avals)))
 
 
-def _structs(avals: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+def structs(avals: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Types without shardings."""
     return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
 

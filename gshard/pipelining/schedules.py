@@ -192,8 +192,7 @@ def _listed(
 
     while len(done) < len(ops) * every * len(places):
         now = [work for stage, wait in enumerate(waiting) if (work := chosen(stage, wait))]
-        if not now:
-            raise ValueError(f"a schedule of {empty.stages} stages waits for itself: {done}")
+        assert now, f"a schedule of {empty.stages} stages waits for itself"
         for work in now:
             done[work], wait = tick, waiting[empty.positions[work[1]][0]]
             count[work[:2]] += 1

@@ -51,9 +51,11 @@ def prepare(
 def setup_of(run: Run, *, shapes: bool = False, keeps_step: bool = False) -> Setup:
     """What the programs of a run are made from; with `shapes`, only to be compiled."""
     devices, strategy = hosts.chosen(run.config.devices), hosts.strategy(run.config.devices)
+    pairs = min(run.config.model.encoder_layers, run.config.model.decoder_layers) // 2
+    if strategy.stages > pairs:
+        raise UserError(f"devices.stages={strategy.stages}; pairs of layers in a stack: {pairs}")
     teacher = teacher_of(run, strategy, shapes=shapes)
-    how = (devices, strategy, run.folder, teacher, keeps_step)
-    return Setup(run.config, run.model_config, *how)
+    return Setup(run.config, run.model_config, devices, strategy, run.folder, teacher, keeps_step)
 
 
 def programs_and_batches(run: Run, *, keeps_step: bool = False) -> tuple[Programs, Batches]:
@@ -67,8 +69,7 @@ def dev_batches(run: Run, host: Host) -> list[Arrays]:
     tokens = run.dev_tokens()
     if not tokens:
         return []
-    config = replace(run.config.batch, seed=0, languages=False)
-    batches = Batches(tokens, config, host)
+    batches = Batches(tokens, replace(run.config.batch, seed=0, languages=False), host)
     return [batches[i] for i in range(run.config.train.dev_batches)]
 
 

@@ -18,6 +18,7 @@ from gshard.mt.launch.local import free_port, member
 from gshard.mt.run import Run
 from gshard.mt.training import kept as layouts
 from gshard.mt.training import loop
+from gshard.mt.training.prepare import setup_of
 from gshard.mt.training.programs import readable
 from gshard.nn.config import GatingConfig
 from tests.mt.runs import losses, run_config, with_devices, with_train
@@ -76,6 +77,12 @@ def test_strategies_in_stages():
         hosts.strategy(DeviceConfig(count=8, stages=3))
     with pytest.raises(UserError, match="split_update is for weights on all devices"):
         hosts.strategy(DeviceConfig(count=8, stages=2, split_update=True))
+
+
+def test_every_stage_needs_a_pair_of_layers(corpus, tmp_path):
+    config = override(run_config(corpus), ["devices.stages=2"])
+    with pytest.raises(UserError, match=r"stages=2; pairs of layers in a stack: 1"):
+        setup_of(Run.create(tmp_path / "run", config))
 
 
 # A host with a folder of its own: the layout it gets, and what it computes with it.
