@@ -92,24 +92,24 @@ def evaluate(
     sets = stored.held_out(run.corpus, tasks, config.split, config.sentences)
     system = open_system(config.checkpoint)
     store, found = translations(run.folder, system, config, sets, progress)
-    fresh: dict[str, list[stored.Translation]] = {}
+    others: dict[str, dict[str, list[stored.Translation]]] = {}
     if config.untrained:
-        _, fresh = translations(
-            run.folder, open_system("untrained"), config, sets, progress, "untrained"
+        fresh = open_system("untrained")
+        _, others["untrained"] = translations(
+            run.folder, fresh, config, sets, progress, "untrained"
         )
-
-    rounded: dict[str, list[stored.Translation]] = {}
-    other = open_rounded(system) if open_rounded else None
-    if other is not None:
-        _, rounded = translations(run.folder, other, config, sets, progress, other.numbers)
+    rounded = open_rounded(system) if open_rounded else None
+    if rounded is not None:
+        _, others["rounded"] = translations(
+            run.folder, rounded, config, sets, progress, rounded.numbers
+        )
 
     groups = scoring.resource_groups(run.corpus, run.tokenizer.config.languages)
     step = progress.stage("score", len(sets))
     measured: dict[str, dict[str, Any]] = {}
     for held in sets:
         name = str(held.task)
-        others = {"untrained": fresh.get(name), "rounded": rounded.get(name)}
-        outputs = {prefix: [s.text for s in each] for prefix, each in others.items() if each}
+        outputs = {prefix: [s.text for s in texts[name]] for prefix, texts in others.items()}
         outputs["nearest"] = from_training(run.corpus, held.task, held.sources)
         scored = task_scores(held, found[name], outputs)
         measured[name] = {"group": groups[held.task.foreign], **scored}
@@ -118,7 +118,7 @@ def evaluate(
     result = results_of(run, config, measured, began) | {
         "checkpoint": system.step,
         "weights": system.weights,
-        **({"rounded": other.numbers} if other else {}),
+        **({"rounded": rounded.numbers} if rounded else {}),
         "examples": [e for held in sets for e in examples(held, found, config.examples)],
         **({"experts": loads} if loads else {}),
     }

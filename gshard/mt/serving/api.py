@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,15 +93,16 @@ class Api:
         self._files, self._detector = files, detector
         self._made: list[tuple[float, Path]] = []  # files, the oldest first
         self.metrics = Metrics(service)
+        languages = always(lambda: JSONResponse(listed(service.translator.tokenizer.tasks)))
         self.routes = [
             Route("/translate", self._translate, methods=["POST"]),
             Route("/translate/stream", self._stream, methods=["GET"]),
             Route("/translate_file", self._translate_file, methods=["POST"]),
             Route("/download_file/{name}", self._download, name="download"),
-            Route("/languages", self._languages),
+            Route("/languages", languages),
             Route("/detect", self._detect, methods=["POST"]),
             Route("/frontend/settings", self._frontend),
-            Route("/health", self._health),
+            Route("/health", always(lambda: JSONResponse(service.health))),
             Route("/ready", self._ready),
             Route("/metrics", self._metrics),
         ]
@@ -287,9 +288,6 @@ class Api:
         found = self._detector.detect(text, 1)
         return found[0]._asdict() if found else {"language": "", "confidence": 0.0}
 
-    async def _languages(self, request: Request) -> Response:
-        return JSONResponse(listed(self._service.translator.tokenizer.tasks))
-
     async def _detect(self, request: Request) -> Response:
         given = await requests.read_object(request, 16 * self._settings.characters)
         asked = requests.read(requests.DETECT, given)
@@ -322,9 +320,6 @@ class Api:
             }
         )
 
-    async def _health(self, request: Request) -> Response:
-        return JSONResponse(self._service.health)
-
     async def _ready(self, request: Request) -> Response:
         ready = self._service.health["status"] == "ready"
         return JSONResponse(self._service.health, 200 if ready else 503)
@@ -332,6 +327,15 @@ class Api:
     async def _metrics(self, request: Request) -> Response:
         text = await asyncio.to_thread(self.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4")
+
+
+def always(answer: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """A route that answers everyone alike."""
+
+    async def answered(request: Request) -> Response:
+        return answer()
+
+    return answered
 
 
 @functools.cache

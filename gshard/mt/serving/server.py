@@ -24,7 +24,6 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -45,7 +44,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gshard.errors import UserError
 from gshard.mt.decoding.detect import Detector
 from gshard.mt.serving import openapi, requests
-from gshard.mt.serving.api import Api
+from gshard.mt.serving.api import Api, always
 from gshard.mt.serving.observing import Observed, start_logs
 from gshard.mt.serving.service import LONGEST, SECONDS, RefusedError, Service, log
 from gshard.mt.serving.settings import LOCAL, TOKEN, ApiKeys, Key, Settings, is_local
@@ -256,13 +255,13 @@ def application(
     api = Api(service, settings, access.keys, access.files, detector)
     page, pages = _pages(service, access.token)
     if settings.is_open:  # the bare address leads to the page, where no key is asked for
-        pages.append(Route("/", _always(lambda: RedirectResponse(f"{access.token}/"))))
+        pages.append(Route("/", always(lambda: RedirectResponse(f"{access.token}/"))))
     document, docs = openapi.document(service.about), openapi.page(service.about)
     routes = [
         *api.routes,
         *pages,
-        Route("/openapi.json", _always(lambda: JSONResponse(document))),
-        Route("/docs", _always(lambda: Response(docs, media_type="text/html"))),
+        Route("/openapi.json", always(lambda: JSONResponse(document))),
+        Route("/docs", always(lambda: Response(docs, media_type="text/html"))),
     ]
     known = frozenset(route.path for route in routes) - {route.path for route in pages}
     cors = Middleware(
@@ -303,20 +302,11 @@ def _pages(service: Service, token: str) -> tuple[str, list[Route]]:
         )
 
     return page, [
-        Route("/favicon.ico", _always(lambda: Response(status_code=204))),
-        Route(f"/{token}/", _always(lambda: Response(page, media_type="text/html"))),
-        Route(f"/{token}/model", _always(lambda: JSONResponse(asdict(service.about)))),
+        Route("/favicon.ico", always(lambda: Response(status_code=204))),
+        Route(f"/{token}/", always(lambda: Response(page, media_type="text/html"))),
+        Route(f"/{token}/model", always(lambda: JSONResponse(asdict(service.about)))),
         Route(f"/{token}/translate", translate, methods=["POST"]),
     ]
-
-
-def _always(answer: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """A route that answers everyone alike."""
-
-    async def answered(request: Request) -> Response:
-        return answer()
-
-    return answered
 
 
 class _PageGuard:
