@@ -17,7 +17,7 @@ import numpy as np
 
 from gshard import Layout
 from gshard.autosharding.cost import NONE, specs_of
-from gshard.autosharding.cost.lower_bound import build_lower_bound
+from gshard.autosharding.cost.lower_bound import LowerBoundBuilder
 from gshard.autosharding.cost.model import MeshProblem
 from gshard.autosharding.cost.strategies import PICO
 from gshard.autosharding.layout.annotations import spec_of
@@ -52,7 +52,7 @@ def differences(layout: Layout, machine: Hardware) -> dict[str, Line]:
     assert layout.function is not None
     subject = TracedProgram.of(layout.function, layout.arguments, layout.devices)
     mesh = tuple(layout.mesh.values())
-    model = build_lower_bound(subject, mesh, machine, layout.limit)
+    model = LowerBoundBuilder(subject, mesh, machine, layout.limit).built()
     answer = solve(_with_arguments(model, layout, subject), _SECONDS).answer
     assert answer is not None
     lines: dict[str, Line] = defaultdict(Line)

@@ -25,8 +25,7 @@ from gshard.autosharding.annotate import (
     slowest,
 )
 from gshard.autosharding.budget import LEAST, PHASES, WORK, Budget, Clock, bytes_of
-from gshard.autosharding.cost import MeshShape
-from gshard.autosharding.cost.rates import distinct_meshes
+from gshard.autosharding.cost import MeshShape, distinct_meshes
 from gshard.autosharding.evaluate import DONATED, Evaluator, ModelAnswer
 from gshard.autosharding.layers import transferred, without_equal_layers
 from gshard.autosharding.layout import Layout

@@ -16,7 +16,7 @@ import numpy as np
 from gshard import _jax
 from gshard.autosharding.budget import WORK, Clock
 from gshard.autosharding.cost import MeshShape, Spec, sharding_of, specs_of
-from gshard.autosharding.cost.lower_bound import build_lower_bound
+from gshard.autosharding.cost.lower_bound import LowerBoundBuilder
 from gshard.autosharding.cost.model import MeshProblem, build
 from gshard.autosharding.cost.strategies import PICO
 from gshard.autosharding.layers import transferred
@@ -198,7 +198,7 @@ class Evaluator:
         if work > clock.left:
             return 0.0
         clock.charge(work)
-        problem = build_lower_bound(subject, mesh, self.machine, limit).problem
+        problem = LowerBoundBuilder(subject, mesh, self.machine, limit).built().problem
         # A bound at once: every operator at its cheapest, and nothing moves.
         own = problem.constant + sum(float(c.min(initial=math.inf)) for c in problem.costs)
         try:

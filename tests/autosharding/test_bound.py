@@ -12,8 +12,7 @@ import gshard
 from benchmarks import auto_cases
 from gshard.autosharding.auto import _Chooser
 from gshard.autosharding.budget import Clock
-from gshard.autosharding.cost import sharding_of, specs_of
-from gshard.autosharding.cost.rates import distinct_meshes
+from gshard.autosharding.cost import distinct_meshes, sharding_of, specs_of
 from gshard.autosharding.evaluate import Evaluator
 from gshard.autosharding.layout.annotations import Annotated, AnnotatedInside, dims_of
 from gshard.autosharding.traced import TracedProgram

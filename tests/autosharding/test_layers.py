@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gshard
-from gshard.autosharding.cost.rates import distinct_meshes
+from gshard.autosharding.cost import distinct_meshes
 from gshard.autosharding.layers import without_equal_layers
 from gshard.autosharding.layout.annotations import Annotated
 from gshard.autosharding.traced import STANDING, TracedProgram

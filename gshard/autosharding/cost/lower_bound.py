@@ -24,9 +24,17 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
-from gshard.autosharding.cost import NONE, MeshShape, Spec, specs_of, tiles_of
-from gshard.autosharding.cost.model import MOST_SPECS, Holding, MeshProblem, ModelBuilder
-from gshard.autosharding.cost.rates import Axes, PartialSum, Rates
+from gshard.autosharding.cost import (
+    NONE,
+    Axes,
+    MeshShape,
+    PartialSum,
+    Rates,
+    Spec,
+    specs_of,
+    tiles_of,
+)
+from gshard.autosharding.cost.model import MOST_SPECS, Holding, ModelBuilder
 from gshard.autosharding.cost.strategies import OperatorPrices, Shares, Strategy, primitive_of
 from gshard.autosharding.solver.problem import FORBIDDEN, Bools, Floats, Ints
 from gshard.autosharding.traced import TracedProgram
@@ -37,14 +45,6 @@ from gshard.propagation.flow import Edge
 from gshard.rules.base.rule import Rule
 
 _LARGE = 1 << 40  # bytes for which latency is nothing
-
-
-def build_lower_bound(
-    subject: TracedProgram, mesh: MeshShape, hardware: Hardware, limit: float
-) -> MeshProblem:
-    """The problem whose least cost is a lower bound of the forecasts of all layouts over a mesh,
-    where equations that are `repeated` are sharded like those they represent."""
-    return LowerBoundBuilder(subject, mesh, hardware, limit).built()
 
 
 class LowerBoundRates(Rates):
@@ -212,14 +212,16 @@ class LowerBoundPrices(OperatorPrices):
 
 
 class LowerBoundBuilder(ModelBuilder):
-    """The model of a program with these prices: what may be shared is paid once."""
+    """The problem whose least cost is a lower bound of the forecasts of all layouts over a mesh,
+    where equations that are `repeated` are sharded like those they represent. What may be shared is
+    paid once."""
 
     prices: LowerBoundPrices
     slices_stay = False
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
-        self.readers: dict[Any, list[tuple[int, Floats]]] = defaultdict(list)  # and their moves
+        self.reads: dict[Any, list[tuple[int, Floats]]] = defaultdict(list)  # readers, their moves
         # For a transposed value the value itself, and which of its dims each dim is.
         self.sources: dict[Any, tuple[Any, tuple[int, ...]]] = {}
         for edge in self.flow.edges:
@@ -285,16 +287,18 @@ class LowerBoundBuilder(ModelBuilder):
     def add_read(self, var: Any, reader: int, table: Floats) -> None:
         """A node that reads a tensor: all of them pay together for the most expensive move."""
         source, _ = self.source(var)
-        self.readers[source].append((reader, table[:, self.columns(var)]))
+        self.reads[source].append((reader, table[:, self.columns(var)]))
 
     def finish(self) -> None:
         """Add the moves of all tensors, when all readers are known: those of a tensor with several
         readers as a node, whose strategies are a spec and the most that a move from it costs."""
-        for var, readers in self.readers.items():
+        for var, readers in self.reads.items():
             tensor, reads = self.nodes[var], readers
-            if len(readers) > 1 and not all(_is_free(table) for _, table in readers):
+            moving = any((np.isfinite(table) & (table > 0)).any() for _, table in readers)
+            if len(readers) > 1 and moving:
                 if len(self.costs[tensor]) > MOST_SPECS:
-                    reads = [(reader, _shared(table, len(readers))) for reader, table in readers]
+                    # All may need the same form: each pays its part of what it moves.
+                    reads = [(reader, np.floor(t / len(readers))) for reader, t in readers]
                 else:
                     own, level = _levels([table for _, table in readers])
                     taken = np.arange(len(self.costs[tensor]))[:, None] == own
@@ -309,16 +313,6 @@ def is_transpose(edge: Edge) -> bool:
     """Whether an operator makes another view of its operand."""
     literal = isinstance(edge.atoms[0][0], Literal) if edge.atoms[0] else True
     return edge.eqn is not None and edge.eqn.primitive is p.transpose_p and not literal
-
-
-def _is_free(table: Floats) -> bool:
-    """Whether a reader moves nothing."""
-    return bool(((table == 0.0) | (table >= FORBIDDEN)).all())
-
-
-def _shared(table: Floats, readers: int) -> Floats:
-    """What one of so many readers pays at least: all may need the same form."""
-    return np.where(table >= FORBIDDEN, table, np.floor(table / readers))
 
 
 def _levels(tables: list[Floats]) -> tuple[Ints, Floats]:

@@ -29,7 +29,7 @@ from gshard.autosharding.cost.strategies import PICO, OperatorPrices, Priced, Sh
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints, MemoryModel, Problem, unite
 from gshard.autosharding.traced import TracedProgram, border_ends, border_table, leaving_borders
 from gshard.forecast.hardware import Hardware
-from gshard.propagation.flow import Edge, Flow
+from gshard.propagation.flow import Edge
 from gshard.tensors.tile import byte_size
 
 # Between two layouts that take as long, the one that holds less of its arguments is better: holding
@@ -52,9 +52,9 @@ class SharedCopy:
     own: Ints
     read: Ints
     paired: bool  # whether strategies are pairs, so that the copy is counted
+    node: int
     first: int
     last: int = 0
-    node: int = -1
 
     def table(self, by_spec: Floats) -> Floats:
         """The table of an operator with a column for each strategy; `by_spec` has one for each
@@ -66,34 +66,6 @@ class SharedCopy:
     def held(self, sizes: Floats) -> Floats:
         """The bytes of the copy by strategy, where the sizes of the tensor are by spec."""
         return np.where(self.own == self.read, 0.0, sizes[self.read])
-
-
-class SharedCopies:
-    """Which tensors of a program have a copy for the operators that read them."""
-
-    def __init__(self, flow: Flow, mesh: MeshShape, limit: float, paired: Collection[Any]) -> None:
-        self.mesh, self.limit, self.paired = mesh, limit, paired
-        self.readers: Counter[Any] = Counter()
-        for edge in flow.edges:
-            if reads_copy(edge):
-                self.readers.update({a for a in edge.atoms[0] if not isinstance(a, Literal)})
-        self.found: dict[Any, SharedCopy] = {}
-
-    def is_large(self, size: float) -> bool:
-        """Whether so many bytes count in the memory limit."""
-        return size > _LARGE * self.limit
-
-    def of(self, var: Any, place: int) -> SharedCopy | None:
-        """The copy of a tensor, read at this place; None where operators read the tensor itself."""
-        shape, paired = var.aval.shape, var in self.paired
-        if self.readers[var] < 2 and not self.is_large(byte_size(shape, var.aval.dtype)):
-            return None
-        if var not in self.found:
-            every = np.arange(len(specs_of(shape, self.mesh)))
-            own, read = _pairs(shape, self.mesh) if paired else (every, every)
-            self.found[var] = SharedCopy(own, read, paired, place)
-        self.found[var].last = place
-        return self.found[var]
 
 
 def reads_copy(edge: Edge) -> bool:
@@ -169,7 +141,11 @@ class ModelBuilder:
         self.prices = self.operator_prices(subject)
         self.work = self.prices.work
         self.jaxpr, self.flow = subject.flat.jaxpr, subject.flow
-        self.copies = SharedCopies(self.flow, self.mesh, limit, paired)
+        self.paired = paired
+        self.readers: Counter[Any] = Counter()  # operators that read a copy of a tensor
+        for edge in filter(reads_copy, self.flow.edges):
+            self.readers.update({a for a in edge.atoms[0] if not isinstance(a, Literal)})
+        self.copies: dict[Any, SharedCopy] = {}
         self.outwards = leaving_borders(self.jaxpr)
         self.costs: list[Floats] = []
         self.edges: list[tuple[int, int, Floats]] = []
@@ -213,7 +189,7 @@ class ModelBuilder:
             self.mesh,
             Problem(tuple(self.costs), tuple(edges), memory, constant),
             self.nodes,
-            self.copies.found,
+            self.copies,
             self.local_bytes,
             self.operators,
             self.repeated.like,
@@ -259,7 +235,7 @@ class ModelBuilder:
                 start, stop = self.made.get(var, 0), self.used.get(var, 0) + 1
                 times = slack * self._layers(start, stop - 1)
                 found.append((node, start, min(stop, length), times * sizes))
-        for var, copy in self.copies.found.items():
+        for var, copy in self.copies.items():
             if copy.paired:
                 held = slack * copy.held(self.local_bytes(var))
                 held *= self._layers(copy.first, copy.last)
@@ -361,7 +337,7 @@ class ModelBuilder:
         self.costs.append(priced.costs)
         if edge.eqn is not None:
             self.operators[own] = edge.eqn
-        if self.copies.is_large(priced.waiting.max()):
+        if self._is_large(priced.waiting.max()):
             self.waiting.append((own, place, priced.waiting))
         for number, (node, table) in enumerate(zip(nodes, priced.tables, strict=True)):
             if node >= 0 and table is not None:
@@ -373,26 +349,34 @@ class ModelBuilder:
     def add_operand(self, edge: Edge, number: int, reader: int, table: Floats) -> None:
         """An operator that reads a tensor itself, or a copy that it shares with others."""
         var = edge.atoms[0][number]
-        copy = self.copies.of(var, edge.place + 1) if reads_copy(edge) else None
-        if copy is None:
+        size = byte_size(var.aval.shape, var.aval.dtype)
+        if not reads_copy(edge) or (self.readers[var] < 2 and not self._is_large(size)):
             self.add_read(var, reader, table)
             return
-        if copy.node < 0:
-            self._add_copy(var, copy)
+        if var not in self.copies:
+            self._add_copy(var, edge.place + 1)
+        copy = self.copies[var]
+        copy.last = edge.place + 1
         self.edges.append((reader, copy.node, copy.table(table)))
+
+    def _is_large(self, size: float) -> bool:
+        """Whether so many bytes count in the memory limit."""
+        return size > _LARGE * self.limit
 
     def add_read(self, var: Any, reader: int, table: Floats) -> None:
         """A node that reads a tensor."""
         self.edges.append((reader, self.nodes[var], table))
 
-    def _add_copy(self, var: Any, copy: SharedCopy) -> None:
-        """The node of a copy, and its edge to the tensor."""
+    def _add_copy(self, var: Any, place: int) -> None:
+        """A copy of a tensor, first read at this place: its node, and its edge to the tensor."""
         table = self.prices.moves().reshards(var.aval.shape, byte_size((), var.aval.dtype))
         weight = self.moved(var) * self.flow.runs.get(var, 1) * PICO
         table = self.prices.rounded(table * weight)
-        copy.node = len(self.costs)
-        self.costs.append(np.zeros(len(copy.read)))
-        if copy.paired:
-            taken = np.arange(len(table))[:, None] == copy.own
-            table = np.where(taken, table[copy.own, copy.read], FORBIDDEN)
-        self.edges.append((self.nodes[var], copy.node, table))
+        own = read = np.arange(len(table))
+        if paired := var in self.paired:
+            own, read = _pairs(var.aval.shape, self.mesh)
+            taken = np.arange(len(table))[:, None] == own
+            table = np.where(taken, table[own, read], FORBIDDEN)
+        self.copies[var] = SharedCopy(own, read, paired, len(self.costs), place)
+        self.edges.append((self.nodes[var], len(self.costs), table))
+        self.costs.append(np.zeros(len(read)))

@@ -24,8 +24,17 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from gshard.autosharding.cost import NONE, MeshShape, Spec, local_elements, sharding_of, specs_of
-from gshard.autosharding.cost.rates import Axes, PartialSum, Rates
+from gshard.autosharding.cost import (
+    NONE,
+    Axes,
+    MeshShape,
+    PartialSum,
+    Rates,
+    Spec,
+    local_elements,
+    sharding_of,
+    specs_of,
+)
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats
 from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.dataflow import Body, DeviceOperator, Op, elements
@@ -217,14 +226,13 @@ class OperatorPrices:
         rule = None if edge.eqn is None else RULES.get(edge.eqn.primitive)
         if rule is None or rule.ways is None or not any(strategy):
             return 0.0
+        described = edge.factors.operands, edge.factors.results
         operands, targets = (
             [
                 sharding_of(self.spec(strategy, dims), len(atom.aval.shape), self.mesh)
-                for atom, dims in zip(atoms, described, strict=True)
+                for atom, dims in zip(atoms, tensors, strict=True)
             ]
-            for atoms, described in zip(
-                edge.atoms, (edge.factors.operands, edge.factors.results), strict=True
-            )
+            for atoms, tensors in zip(edge.atoms, described, strict=True)
         )
         with use_cost_model(self.hardware.cost_model):
             ways = rule.ways(edge.eqn, operands, targets, MEMORY_LIMIT)
@@ -294,9 +302,7 @@ class OperatorPrices:
         memory = 0.0 if traffic.covered else self._touched(edge, strategy, traffic)
         if primitive_of(edge) not in PRODUCTS:  # either may be of another fused operator
             return memory + self._computed(edge, strategy, traffic)
-        parts = float(
-            np.prod([n for f, n in zip(strategy, self.mesh, strict=True) if f is not None])
-        )
+        parts = math.prod(n for f, n in zip(strategy, self.mesh, strict=True) if f is not None)
         op = Op(edge.eqn, (), (), joins=False)
         return max(product_seconds(op, self.hardware) / parts, memory)
 

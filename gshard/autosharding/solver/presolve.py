@@ -4,9 +4,9 @@ Where each strategy of one node leaves at most one of its neighbour, the neighbo
 its own: its costs, edges and memory become those of the node. Strategies that no neighbour can be
 combined with, that another one dominates or that exceed the memory limit are dropped, edges whose
 costs are a sum of one term per end become costs of the ends, and a node that holds no memory and
-has at most two neighbours becomes a cost between these. Each node that is removed leaves a record
-of which strategy it takes, given what its former neighbours take. Where the time runs out, what is
-left is an equal problem too.
+has at most two neighbours becomes a cost between these, where the problem does not grow by it. Each
+node that is removed leaves a record of which strategy it takes, given what its former neighbours
+take. Where the time runs out, what is left is an equal problem too.
 """
 
 from __future__ import annotations
@@ -202,11 +202,6 @@ def _drop(network: ProblemGraph, node: int, allowed: Bools) -> list[tuple[int, i
     return [(min(node, other), max(node, other)) for other in network.edges[node]]
 
 
-# The table of a new edge, between the two neighbours of a removed node, has at most this many
-# entries.
-LARGEST_TABLE = 1 << 18
-
-
 def drop_dominated(
     problem: Problem, clock: Clock | None = None
 ) -> tuple[Problem, Callable[[Ints], Ints]]:
@@ -234,7 +229,7 @@ def drop_oversized(
 ) -> tuple[Problem, Callable[[Ints], Ints]]:
     """The problem without strategies that exceed the limit even where all other nodes hold the
     least that they can."""
-    network, memory = ProblemGraph(problem, clock), problem.memory.tightened_limit()
+    network, memory = ProblemGraph(problem, clock), problem.memory.without_least()
     limit = np.append(memory.limit, np.inf)
     for node, holdings in enumerate(by_node(memory, len(problem.costs))):
         if holdings:
@@ -323,11 +318,10 @@ def _eliminated(network: ProblemGraph, node: int) -> set[int]:
         network.remove(node, (other,), total.argmin(axis=0))
         return {other}
     (first, one), (second, two) = edges
-    entries = one.shape[1] * two.shape[1]
-    if entries > LARGEST_TABLE:
-        return set()
-    best, choice = np.full((one.shape[1], two.shape[1]), np.inf), np.zeros(entries, dtype=np.int64)
-    choice = choice.reshape(best.shape)
+    shape = one.shape[1], two.shape[1]
+    if second not in network.edges[first] and math.prod(shape) > one.size + two.size:
+        return set()  # a new edge would be larger than the two that it replaces
+    best, choice = np.full(shape, np.inf), np.zeros(shape, dtype=np.int64)
     for strategy, cost in enumerate(costs):
         total = cost + one[strategy][:, None] + two[strategy]
         lower = total < best

@@ -64,14 +64,6 @@ class MemoryModel:
         """The memory that an answer (a strategy for each node) holds at each time."""
         return self.over_time(self.usage[self.first[:-1] + answer[self.node]])
 
-    def least(self) -> Floats:
-        """The fewest bytes of each holding, over strategies."""
-        return _reduce(np.minimum, self.usage, self.first)
-
-    def most(self) -> Floats:
-        """The most bytes of each holding, over strategies."""
-        return _reduce(np.maximum, self.usage, self.first)
-
     def live(self, time: int) -> Ints:
         """The holdings of a time."""
         return np.flatnonzero((self.start <= time) & (time < self.stop))
@@ -87,34 +79,23 @@ class MemoryModel:
         node = np.asarray(number, dtype=np.int64)[self.node]
         return _united(node, self.start, self.stop, sizes, flat, self.limit)
 
-    def tightened_limit(self) -> MemoryModel:
+    def without_least(self) -> MemoryModel:
         """What every strategy of a node holds is taken off the limit."""
-        least = self.least()
+        least = _reduce(np.minimum, self.usage, self.first)
         limit = self.limit - self.over_time(least)
         usage = self.usage - np.repeat(least, self.sizes)
         memory = dataclasses.replace(self, usage=usage, limit=limit)
-        return memory._where(self.most() > least)
+        return memory._where(memory._most() > 0)
 
     def tightened(self) -> MemoryModel:
-        """Only the times and the holdings that can exceed the limit.
+        """Only the times and the holdings that can exceed the limit: not those at which even the
+        largest usages fit."""
+        memory = self.without_least()
+        return memory._at_times(memory.over_time(memory._most()) > memory.limit)
 
-        A time at which even the largest usages fit is dropped, and so is a time that holds no
-        more than the one before or after it.
-        """
-        memory = self.tightened_limit()
-        memory = memory._at_times(memory.over_time(memory.most()) > memory.limit)
-        for later in (True, False):
-            limit = memory.limit
-            starts, stops = (np.zeros(len(limit) + 1, dtype=bool) for _ in range(2))
-            starts[memory.start] = True
-            stops[memory.stop] = True
-            kept = np.ones(len(limit), dtype=bool)
-            if later:
-                kept[:-1] = stops[1:-1] | (limit[1:] > limit[:-1])
-            else:
-                kept[1:] = starts[1:-1] | (limit[:-1] > limit[1:])
-            memory = memory._at_times(kept)
-        return memory
+    def _most(self) -> Floats:
+        """The most bytes of each holding, over strategies."""
+        return _reduce(np.maximum, self.usage, self.first)
 
     def _where(self, kept: Bools) -> MemoryModel:
         sizes = self.sizes[kept]

@@ -24,13 +24,7 @@ import numpy as np
 from gshard.autosharding.budget import WORK, Clock
 from gshard.autosharding.solver.dual import Prices
 from gshard.autosharding.solver.ilp import NOTHING, Result, solve_exactly
-from gshard.autosharding.solver.presolve import (
-    LARGEST_TABLE,
-    ProblemGraph,
-    by_node,
-    presolve,
-    profile_of,
-)
+from gshard.autosharding.solver.presolve import ProblemGraph, by_node, presolve, profile_of
 from gshard.autosharding.solver.problem import Bools, Floats, Ints, NoAnswerError, Problem
 
 # The share of the time that is left that one kernel, neighbourhood or draw may take. (On K of the
@@ -40,6 +34,7 @@ _SHARE = 0.06
 # Pairs of strategies of the first kernel, and of a neighbourhood: HiGHS proves these in seconds.
 _FIRST_PAIRS = 20_000
 
+_LARGEST_TABLE = 1 << 18  # entries that a pass computes to eliminate a node
 _ORDERS = 4  # in which memory is granted in a draw
 _PASSES = 6  # over the nodes under prices; later ones change next to nothing
 
@@ -111,7 +106,7 @@ def _eliminable(
         degree, node = heapq.heappop(small)
         if node in costs and degree == len(edges[node]):
             entries = len(costs[node]) * math.prod(len(costs[other]) for other in edges[node])
-            if degree < 2 or entries <= LARGEST_TABLE:
+            if degree < 2 or entries <= _LARGEST_TABLE:
                 return node
     return None
 

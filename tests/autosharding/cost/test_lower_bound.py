@@ -113,7 +113,7 @@ def test_readers_pay_for_the_most_expensive_move(readers, specs, seed):
     edges: list = []
     builder = LowerBoundBuilder.__new__(LowerBoundBuilder)  # with nothing but its readers
     builder.nodes, builder.costs, builder.edges = {"x": 0}, costs, edges
-    builder.readers = {"x": list(enumerate(tables, 1))}
+    builder.reads = {"x": list(enumerate(tables, 1))}
     builder.finish()
     for spec, *strategies in itertools.product(range(specs), *[range(2)] * readers):
         moves = [table[s, spec] for table, s in zip(tables, strategies, strict=True)]

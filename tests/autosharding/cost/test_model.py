@@ -139,7 +139,7 @@ def test_no_state_exceeds_its_limit(limit):
 
 
 def test_a_copy_that_is_the_tensor_itself_takes_nothing():
-    copy = SharedCopy(np.array([0, 0, 1]), np.array([0, 1, 1]), True, first=3)
+    copy = SharedCopy(np.array([0, 0, 1]), np.array([0, 1, 1]), True, node=0, first=3)
     assert copy.held(np.array([8.0, 2.0])).tolist() == [0, 2, 0]
 
 
@@ -147,9 +147,12 @@ def test_operators_read_a_copy_that_is_counted_as_it_is():
     """Where strategies are pairs, a reshard after the copy would be counted nowhere."""
     own, read = np.array([0, 0, 1]), np.array([0, 1, 1])
     by_spec = np.array([[0.0, 5.0], [4.0, 0.0]])
-    counted = SharedCopy(own, read, True, first=0).table(by_spec)
+    counted = SharedCopy(own, read, True, node=0, first=0).table(by_spec)
     assert counted.tolist() == [[0, FORBIDDEN, FORBIDDEN], [FORBIDDEN, 0, 0]]
-    assert SharedCopy(own, read, False, first=0).table(by_spec).tolist() == [[0, 5, 5], [4, 0, 0]]
+    assert SharedCopy(own, read, False, node=0, first=0).table(by_spec).tolist() == [
+        [0, 5, 5],
+        [4, 0, 0],
+    ]
 
 
 def test_of_many_specs_a_copy_is_the_tensor_or_gathered_from_it():

@@ -5,9 +5,8 @@ import math
 
 import pytest
 
-from gshard.autosharding.cost import NONE, specs_of
+from gshard.autosharding.cost import NONE, PartialSum, Rates, specs_of
 from gshard.autosharding.cost.lower_bound import LowerBoundRates
-from gshard.autosharding.cost.rates import PartialSum, Rates
 from gshard.forecast.hardware import hardware
 
 MACHINE = hardware("h100")
