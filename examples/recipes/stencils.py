@@ -7,6 +7,7 @@ borders of its tile to its neighbours, in both directions, and nothing else.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import gshard
@@ -92,6 +93,16 @@ def inverse(u, wanted):
     return u - grad, value
 
 
+def all_around(u):
+    """Life, as the mean of all eight neighbours on a torus; rows and columns are split."""
+
+    def step(_, u):
+        turns = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1) if i or j]
+        return u + 0.1 * sum(jnp.roll(u, turn, (0, 1)) for turn in turns)
+
+    return lax.fori_loop(0, STEPS, step, gshard.shard(u, np.arange(D).reshape(2, D // 2)))
+
+
 def by_rows(fn):
     """The function of a field whose rows are split."""
     return lambda u, *others: fn(gshard.split(u, 0, D), *others)
@@ -113,7 +124,10 @@ def recipes(size: Size = SMALL) -> list[Recipe]:
         Recipe("red and black rows", by_rows(red_and_black), (field,), 2 * borders),
         # The rows of the fields, and of their gradients; the error is summed.
         Recipe("initial heat", by_rows(inverse), (field, field), 2 * borders + all_reduce(4)),
-    ]
+        # A row of the tile each way, and a column with the corners.
+        Recipe("eight neighbours, 2 x 4", all_around, (field,),
+               STEPS * 2 * 4 * (n // (D // 2) + n // 2 + 2)),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

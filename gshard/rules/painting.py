@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -101,6 +102,7 @@ class Painting:
     def run(self, tiles: Mapping[int, Tile]) -> jax.Array:
         """Fetch the rows of each layer, and paint."""
         self.tiles, layers = dict(tiles), self._ordered()
+        self.others = {number: self._others(number) for number in self.map.sources}
         for number, own in self.map.sources.items():
             layers = self._narrowed(number, own, layers)
         found, masks = list[Layer](), list[list[Mask]]()
@@ -121,42 +123,36 @@ class Painting:
         axes = [layer.axes[self.cut[0]] for layer in layers]
         if not all(a.end <= b.at for a, b in itertools.pairwise(axes)):
             return layers
-        rows: dict[int, int] = {}
+        rows = Counter[Any]()
         for layer, axis in zip(layers, axes, strict=True):
-            rows[layer.source] = rows.get(layer.source, 0) + axis.rows
+            rows[layer.source] += axis.rows
         return sorted(layers, key=lambda layer: -rows[layer.source])
-
-    def _sent_along(self, number: int) -> list[int]:
-        """The dims along which rows of a source are sent."""
-        splits = self.tiles[number].sharding.splits
-        return [d for d in self.map.moving if splits[d]]
 
     def _narrowed(
         self, number: int, own: Sequence[Layer], layers: Sequence[Layer]
     ) -> Sequence[Layer]:
         """The layers, with a source whose rows are sent cut to the rows that they read."""
-        tile, sent = self.tiles[number], self._sent_along(number)
+        tile, splits = self.tiles[number], self.tiles[number].sharding.splits
+        sent = [d for d in self.map.moving if splits[d]]
         if not sent or self.map.at_run_time:
             return layers
         rows = [slice(0, n, 1) for n in tile.array.shape]
         for d in self.map.moving:
-            if tile.sharding.splits[d] is None:
+            if splits[d] is None:
                 rows[d] = self.map.read(own, d)
         same = all(r == slice(0, n, 1) for r, n in zip(rows, tile.array.shape, strict=True))
         if same or any(len(self._readers(number, d)) > 1 for d in sent):  # others fetch rows, too
             return layers
         lows, highs, steps = zip(*((r.start, r.stop, r.step) for r in rows), strict=True)
         x = lax.slice(tile.array, lows, highs, steps)
-        shape = tuple(x.shape[d] if d not in sent and d in self.map.moving else n
-                      for d, n in enumerate(tile.shape))  # fmt: skip
+        shape = tuple(n if splits[d] else x.shape[d] for d, n in enumerate(tile.shape))
         self.tiles[number] = Tile(x, tile.sharding, shape)
         cut = []
         for layer in layers:
-            for d in self.map.moving if layer.source == number else ():
+            for d in set(self.map.moving).difference(sent) if layer.source == number else ():
                 axis, r = layer.axes[d], rows[d]
-                if d not in sent:
-                    axis = axis._replace(stride=axis.stride // r.step if axis.rows > 1 else 1)
-                    layer = layer.along(d, axis, (layer.base[d] - r.start) // r.step)
+                axis = axis._replace(stride=axis.stride // r.step if axis.rows > 1 else 1)
+                layer = layer.along(d, axis, (layer.base[d] - r.start) // r.step)
             cut.append(layer)
         return cut
 
@@ -166,17 +162,16 @@ class Painting:
         tile, part, masks = self.tiles[layer.source], layer, list[Mask]()
         dims = range(len(self.splits)) if layer.is_constant else (
             self.map.order(tile.sharding, tile.shape))  # fmt: skip
+        hulls = {} if layer.is_constant else self._hulls(layer, layers)
         for d in dims:
             split, axis, rows = self.splits[d], layer.axes[d], self.local[d]
             here = None if layer.is_constant else tile.sharding.splits[d]
-            if d not in self.map.moving:
+            if d not in self.map.moving and d not in hulls:
                 part = part.along(d, Axis(0, rows, axis.dim), 0) if split else part
-            elif here and split is None:
-                key, tile = self._collected(key, layer, tile, d)
-                part = part.along(d, axis._replace(stride=1), 0)
-            elif self.map.at_run_time:
-                key, tile = self._rows(key, layer, tile, d, layers)
-                part = part.along(d, Axis(0, rows, axis.dim), 0)
+            elif self.map.at_run_time or (here and split is None):
+                key, tile = self._rows(key, layer, tile, d)
+                local = Axis(0, rows, axis.dim) if split else axis._replace(stride=1)
+                part = part.along(d, local, 0)
             elif split:
                 first = axis.at % rows
                 if here is None and first + axis.end - axis.at <= rows and self.arrays:
@@ -184,14 +179,19 @@ class Painting:
                     part = part.along(d, axis._replace(at=first))
                     masks.append(self._on_tile(split, axis.at // rows))
                     continue
-                if not layer.is_constant:
-                    key, tile = self._rows(key, layer, tile, d, layers)
+                if hull := hulls.get(d):
+                    key, tile = (key, d, hull.key), self._widened(tile, d, hull)
+                elif not layer.is_constant:
+                    key, tile = self._rows(key, layer, tile, d)
                 part = part.along(d, Axis(0, rows, axis.dim), 0)
                 if axis[:2] != (0, self.map.shape[d]) or axis.step > 1:
                     masks.append(self._within(split, d, axis))
         if key not in self.fetched:
             self.fetched[key] = len(self.arrays)
-            self.arrays.append(tile.array)
+            array = tile.array
+            for d, hull in hulls.items():  # at last: other row maps read the same rows
+                array = window(self.ctx.place, array, d, hull.first, self.local[d])
+            self.arrays.append(array)
         return Layer(self.fetched[key], part.base, part.axes), _all_of(masks)
 
     def _on_tile(self, split: Split, number: int) -> Mask:
@@ -219,98 +219,97 @@ class Painting:
     def _reason(self, dim: int) -> Reason:
         return Reason("step", self.map.name, f"rows of dim {dim} to their tiles")
 
-    def _known(self, key: Any) -> jax.Array | None:
-        return self.arrays[self.fetched[key]] if key in self.fetched else None
-
-    def _collected(self, key: Any, layer: Layer, tile: Tile, dim: int) -> tuple[Any, Tile]:
-        """A source with the rows of a layer alone, all of them on every device."""
-        axis = layer.axes[dim]
-        key = (key, dim, axis[1:], layer.base[dim])
-        array = self._known(key)
-        if array is None:
-            rows = self.map.rows(layer, dim, self.tiles)
+    def _rows(self, key: Any, layer: Layer, tile: Tile, dim: int) -> tuple[Any, Tile]:
+        """A source with the rows of a layer in their places, or these alone if all have them."""
+        split, axis, rows = self.splits[dim], layer.axes[dim], self.map.rows(layer, dim, self.tiles)
+        collected = split is None and tile.sharding.splits[dim] is not None
+        key = (key, dim, axis[1:] if collected else axis, layer.base[dim])
+        if key in self.fetched:
+            array = self.arrays[self.fetched[key]]
+        elif collected:
             array = rows.collected(self.ctx, tile, dim, self._reason(dim))
-        shape = (*tile.shape[:dim], axis.rows, *tile.shape[dim + 1 :])
-        return key, Tile(array, tile.sharding.replace(dim, None), shape)
-
-    def _rows(
-        self, key: Any, layer: Layer, tile: Tile, dim: int, layers: Sequence[Layer]
-    ) -> tuple[Any, Tile]:
-        """A source whose rows along `dim` are at the places of the result's rows, and its key."""
-        split, rows, axis, base = (
-            self.splits[dim],
-            self.local[dim],
-            layer.axes[dim],
-            layer.base[dim],
-        )
-        every = self.map.moves([n for n in layers if n.source == layer.source], dim)
-        moves = every if self._sent_along(layer.source) == self.cut == [dim] else ()
-        key = (key, dim, moves or (axis, base))
-        array, reason, place = self._known(key), self._reason(dim), self.ctx.place
-        own = _reader(every or self.map.moves([layer], dim), rows, tile.shape[dim])
-        hull = self._hull(layer.source, dim, own)
-        if array is not None:
-            pass
-        elif hull and split:  # the rows for all readers at once
-            low, width, by, copies = hull
-            held, first = Runs.of(tile, dim), np.arange(split.tiles) * rows + by
-            if copies:
-                windows = Windows.of(held, tile.array.shape[dim], low, width, copies)
-                array = align(place, tile.array, tile.sharding, dim, windows, reason)
-            else:
-                array = fetch(place, tile, dim, low, width, reason, None, split)
-            array = window(place, array, dim, (first - low)[split.own], rows)
-        elif len(moves) > 1 and split:
-            starts = np.arange(split.tiles) * rows
-            windows = Windows.of(Runs.of(tile, dim), tile.array.shape[dim], starts, rows, moves)
-            array = align(place, tile.array, tile.sharding, dim, windows, reason)
         else:
-            found = self.map.rows(layer, dim, self.tiles)
-            array = found.run(self.ctx, tile, dim, split, reason)
-        after = (*tile.shape[:dim], self.map.shape[dim], *tile.shape[dim + 1 :])
-        return key, Tile(array, tile.sharding.replace(dim, split), after)
+            array = rows.run(self.ctx, tile, dim, split, self._reason(dim))
+        size = axis.rows if collected else self.map.shape[dim]
+        shape = (*tile.shape[:dim], size, *tile.shape[dim + 1 :])
+        return key, Tile(array, tile.sharding.replace(dim, split), shape)
+
+    # ------------------------------------------------------------ rows for several row maps
+
+    def _others(self, number: int) -> list[tuple[RowMap, Sequence[Split | None]]]:
+        """The row maps that read a source, and the splits of their results."""
+        readers = self.ctx.readers(self.map.operands[number]) if self.shared else ()
+        eqns = [eqn for eqn in readers if eqn.primitive in ROW_MAPS]
+        return [(RowMap(eqn), self.ctx.sharding(eqn.outvars[0]).splits) for eqn in eqns]
 
     def _readers(self, number: int, dim: int) -> list[Reader]:
-        """The row maps that read rows of a source for tiles that are split like those here."""
-        split, found = self.splits[dim], list[Reader]()
-        for eqn in self.ctx.readers(var := self.map.operands[number]) if self.shared else ():
-            if eqn.primitive not in ROW_MAPS:
-                continue
-            if split is None or self.ctx.sharding(eqn.outvars[0]).splits[dim] is not split:
-                continue
-            rows, size = split.rows(eqn.outvars[0].aval.shape[dim]), var.aval.shape[dim]
-            layers = [n for n in layers_of(eqn) if eqn.invars[n.source] is var]
-            moves = _moves(layers, dim)
-            for own in [moves] if moves else [_moves([n], dim) for n in layers]:
-                reader = _reader(own, rows, size)
-                found += [reader] if reader else []
-        return list(dict.fromkeys(found))
+        """What row maps read of a source for tiles that are split like those here."""
+        split, var, found = self.splits[dim], self.map.operands[number], list[Reader | None]()
+        for row_map, splits in self.others[number]:
+            if split and splits[dim] is split:
+                layers = [n for n in row_map.layers if row_map.operands[n.source] is var]
+                moves, rows = _moves(layers, dim), split.rows(row_map.shape[dim])
+                for own in [moves] if moves else [_moves([n], dim) for n in layers]:
+                    found.append(_reader(own, rows, var.aval.shape[dim]))
+        return [reader for reader in dict.fromkeys(found) if reader]
 
-    def _hull(
-        self, number: int, dim: int, own: Reader | None
-    ) -> tuple[np.ndarray, int, int, Moves] | None:
-        """The rows that all row maps of a source read, these too, if one by one sends more."""
-        split, tile = self.splits[dim], self.tiles[number]
-        if own is None or split is None or not tile.sharding.splits[dim]:
-            return None
-        found = self._readers(number, dim)
-        copies = _joined_moves([m for reader in found for m in reader.copies])
-        if len(found) < 2 or own not in found or copies is None:
-            return None
-        first, size = np.arange(split.tiles), tile.shape[dim]
-        starts = [first * reader.rows + reader.by for reader in found]
-        low = np.min(starts, axis=0)
-        ends = [s + reader.rows for s, reader in zip(starts, found, strict=True)]
-        width = int((np.max(ends, axis=0) - low).max())
+    def _hulls(self, layer: Layer, layers: Sequence[Layer]) -> dict[int, Hull]:
+        """The rows that are fetched at once, by dims: those of all row maps, if that sends less.
 
-        def sent(starts: np.ndarray, rows: int, copies: Moves) -> int:
-            return plan_fetch(split.tiles, size, starts, rows, _beside(copies, size)).sent
+        Where one of them moves rows along two dims, all fetch rows along both, with the corners.
+        """
+        moved, own = [self.cut], [n for n in layers if n.source == layer.source]
+        for other, splits in self.others[layer.source]:
+            moved.append([d for d in other.moving if splits[d] and splits[d] is self.splits[d]])
+        several, found = any(len(dims) > 1 for dims in moved), dict[int, Hull | None]()
+        for d in set().union(*moved) if several else self.cut:
+            if self.tiles[layer.source].sharding.splits[d]:
+                moves = self.map.moves(own, d) or self.map.moves([layer], d)
+                found[d] = self._hull(layer.source, d, moves, several)
+        return {d: hull for d, hull in found.items() if hull}
 
-        each = [
-            sent(s, reader.rows, reader.copies) for s, reader in zip(starts, found, strict=True)
-        ]
-        together = sent(low, width, copies)
-        return (low, width, own.by, _beside(copies, size)) if together < sum(each) else None
+    def _hull(self, number: int, dim: int, moves: Moves, several: bool) -> Hull | None:
+        split, rows, size = self.splits[dim], self.local[dim], self.tiles[number].shape[dim]
+        assert split
+        first, readers = np.arange(split.tiles), self._readers(number, dim)
+        alone = Hull(moves, first * rows, rows, moves, 0 * split.own) if len(moves) > 1 else None
+        copies = _joined_moves([m for reader in readers for m in reader.copies])
+        stay = several and moves and not any(move.by for move in moves)
+        own = Reader(0, rows, ()) if stay else _reader(moves, rows, size)
+        if own not in readers or copies is None or len(readers) + several < 2:
+            return alone
+        wanted = [(first * r.rows + r.by, r.rows, r.copies) for r in readers]
+        low = np.min([start for start, *_ in wanted], axis=0)
+        width = int((np.max([start + n for start, n, _ in wanted], axis=0) - low).max())
+        *each, together = (
+            plan_fetch(split.tiles, size, start, n, _beside(moved, size)).sent
+            for start, n, moved in (*wanted, (low, width, copies))
+        )
+        if together > sum(each) or (together == sum(each) and not several):
+            return alone
+        begin = (first * rows + own.by - low)[split.own]
+        return Hull(own, low, width, _beside(copies, size), begin)
+
+    def _widened(self, tile: Tile, dim: int, hull: Hull) -> Tile:
+        """A source with the rows of a hull."""
+        place, split, reason = self.ctx.place, self.splits[dim], self._reason(dim)
+        if hull.moves:
+            held, rows = Runs.of(tile, dim), tile.array.shape[dim]
+            windows = Windows.of(held, rows, hull.low, hull.width, hull.moves)
+            array = align(place, tile.array, tile.sharding, dim, windows, reason)
+        else:
+            array = fetch(place, tile, dim, hull.low, hull.width, reason, None, split)
+        return Tile(array, tile.sharding, tile.shape)
+
+
+class Hull(NamedTuple):
+    """Rows from `low` on for each tile; for one reader, those from `first` on of each device."""
+
+    key: Any
+    low: np.ndarray
+    width: int
+    moves: Moves
+    first: np.ndarray
 
 
 class Reader(NamedTuple):

@@ -154,28 +154,28 @@ def _sent(
         if d not in cut:
             rows = row_map.read(layers, d)
             start[d] = -(-(rows.stop - rows.start) // rows.step)
-    (first, *others), split = cut, source.splits[cut[0]]
-    moves = () if others or not result.splits[first] else row_map.moves(layers, first)
-    if moves and split:
-        starts = np.arange(split.tiles) * after[first]
-        plan = plan_fetch(split.tiles, shape[first], starts, after[first], moves)
-        return plan.sent * row_bytes(start, first, dtype), plan.steps
-    sent, seen = 0.0, set[Any]()
+    sent, steps, seen = 0.0, 0, set[Any]()
+    moves = {d: row_map.moves(layers, d) if result.splits[d] else () for d in cut}
     for layer in layers:
         now, key = list(start), list[Any]()
         for d in cut:
             axis, split, size = layer.axes[d], source.splits[d], row_bytes(now, d, dtype)
             assert split
             now[d] = after[d] if result.splits[d] else axis.rows
-            key += [axis if result.splits[d] else axis[1:], layer.base[d]]
+            key += [moves[d] or (axis if result.splits[d] else axis[1:], layer.base[d])]
             if tuple(key) in seen:
                 continue
             seen.add(tuple(key))
-            if result.splits[d]:
+            steps += 1
+            if moves[d]:
+                starts = np.arange(split.tiles) * after[d]
+                plan = plan_fetch(split.tiles, shape[d], starts, after[d], moves[d])
+                sent, steps = sent + plan.sent * size, steps + plan.steps - 1
+            elif result.splits[d]:
                 sent += row_map.rows(layer, d, {}).sent(shape[d], split.tiles) * size
             else:
                 sent += sent_bytes("all_reduce", axis.rows * size, split.tiles)
-    return sent, len(seen)
+    return sent, steps
 
 
 def _totals(way: Way, eqn: JaxprEqn, shardings: Shardings, targets: Targets) -> tuple[float, int]:

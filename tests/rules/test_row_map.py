@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracle import DEVICE_COUNTS, assignments, check, even_split, random_array, sent
+from tests.oracle import DEVICE_COUNTS, assignments, check, even_split, kinds, random_array, sent
 
 ROWS = even_split(2, 0, 8)
 
@@ -281,3 +281,52 @@ def test_rolls_along_two_split_dims():
         return jnp.roll(b, (1, 1), (0, 1)) + 2 * jnp.roll(b, (1, -1), (0, 1)) + jnp.roll(b, -1, 1)
 
     check(fn, random_array((24, 16)), inputs=[tiles], outputs=[tiles])
+
+
+def neighbours(u):
+    """All that are one row or column or both away, on a torus."""
+    return sum(jnp.roll(u, (i, j), (0, 1)) for i in (-1, 0, 1) for j in (-1, 0, 1))
+
+
+def padded(u, mode):
+    """The same, of a field that goes on as at its edges, or as zeros."""
+    q, (n, m) = jnp.pad(u, 1, mode=mode), u.shape
+    return sum((i + 2 * j + 1) * q[i : i + n, j : j + m] for i in range(3) for j in range(3))
+
+
+def inner(u):
+    """The same, of the inner cells alone."""
+    return u.at[1:-1, 1:-1].set(sum(u[i : 22 + i, j : 30 + j] for i in range(3) for j in range(3)))
+
+
+@pytest.mark.parametrize("fn", [
+    neighbours,
+    lambda u: padded(u, "edge"),
+    lambda u: padded(u, "constant"),
+    inner,
+], ids=["torus", "edge", "zeros", "inside"])  # fmt: skip
+def test_corners_come_with_the_rows(fn):
+    """One row and one column are sent each way, columns with the corners, and no more for each."""
+
+    def both(u):
+        return fn(u), jax.grad(lambda u: jnp.sum(jnp.sin(fn(u))))(u)
+
+    tiles, u = np.arange(8).reshape(4, 2), random_array((24, 32))
+    once = 4 * (2 * 16 + 2 * (24 // 4 + 2))
+    for fn_of_u, times in ((fn, 1), (both, 2)):
+        outputs = [tiles] * times
+        low = check(fn_of_u, u, inputs=[tiles], outputs=outputs, rtol=1e-4, atol=1e-4)
+        assert set(kinds(low)) == {"collective_permute"}
+        assert sent(low) <= times * once
+
+
+def test_three_split_dims_have_edges_and_corners():
+    """All 26 neighbours of a cell: two layers each way, which grow along the dims before."""
+    turns = [(i, j, k) for i in (-1, 0, 1) for j in (-1, 0, 1) for k in (-1, 0, 1)]
+
+    def fn(u):
+        return sum(jnp.roll(u, turn, (0, 1, 2)) for turn in turns)
+
+    tiles = np.arange(8).reshape(2, 2, 2)
+    low = check(fn, random_array((8, 8, 8)), inputs=[tiles], outputs=[tiles], rtol=1e-4, atol=1e-4)
+    assert sent(low) == 4 * 2 * (4 * 4 + 4 * 6 + 6 * 6)

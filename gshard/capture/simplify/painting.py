@@ -72,8 +72,8 @@ def _slicing(eqn: JaxprEqn, layer: Layer) -> list[JaxprEqn]:
     for d, first in enumerate(layer.base):
         axis = axes.get(d, Axis(0, 1, d))
         last = first + (axis.rows - 1) * axis.stride
-        firsts.append(min(first, last))
-        limits.append(max(first, last) + 1)
+        firsts.append(first if axis.stride > 0 else last)
+        limits.append((last if axis.stride > 0 else first) + 1)
         strides.append(abs(axis.stride))
         turned += [d] if axis.stride < 0 else []
     shape = tuple(-(-(b - a) // s) for a, b, s in zip(firsts, limits, strides, strict=True))

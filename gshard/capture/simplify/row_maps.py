@@ -9,7 +9,6 @@ devices. As one operator (`row_map`), only the rows that cross from one tile to 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from gshard.capture.simplify.known_windows import (
 from gshard.capture.simplify.padded_sums import distributed
 from gshard.capture.simplify.painting import painting, reshaped
 from gshard.capture.simplify.passes import in_every_body
-from gshard.graph import Graph, renamed, replacing
+from gshard.graph import Graph, renamed
 from gshard.graph.row_map import Axis, Layer, by_rows, constant, entire, through, visible
 from gshard.rules.base.layers import ROW_MAPS, Layers, layers_of
 from gshard.rules.base.primitives import row_map_p
@@ -69,7 +68,7 @@ compose_row_maps.__name__ = "compose_row_maps"
 
 def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
     """Splits as slices and tiles as copies, without slices and pads that change nothing."""
-    same: dict[Any, Any] = {}
+    same, zeros = dict[Any, Any](), set[Any]()
     for eqn in eqns:
         eqn = renamed(eqn, same) if same else eqn
         if eqn.primitive is split_p:
@@ -90,18 +89,23 @@ def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
             if not any(widths) and out.aval == source.aval and out not in graph.results:
                 same[out] = source
                 continue
+            if not source.aval.size and graph.fill(eqn.invars[-1]) == 0:
+                zeros.add(out)
+        if eqn.primitive is p.add_jaxvals_p and zeros and eqn.outvars[0] not in graph.results:
+            kept = [a for a in eqn.invars if isinstance(a, Literal) or a not in zeros]
+            if len(kept) == 1:  # the others are of a roll by no rows
+                same[eqn.outvars[0]] = kept[0]
+                continue
         yield eqn
 
 
 def _slices(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """The parts of a split."""
     (source,), at, dim = eqn.invars, 0, eqn.params["axis"]
-    for out, rows in zip(eqn.outvars, eqn.params["sizes"], strict=True):
-        starts = tuple(at if d == dim else 0 for d in range(len(out.aval.shape)))
-        limits = tuple(map(operator.add, starts, out.aval.shape))
-        params = {"start_indices": starts, "limit_indices": limits, "strides": None}
-        yield replacing(eqn, p.slice_p, [source], out, **params)
-        at += int(rows)
+    for out, rows in zip(eqn.outvars, map(int, eqn.params["sizes"]), strict=True):
+        part = entire(source, out.aval.shape).along(dim, Axis(0, rows, dim), at)
+        yield from painting(eqn.replace(outvars=[out]), [part])
+        at += rows
 
 
 def _copies(eqn: JaxprEqn) -> list[JaxprEqn]:
@@ -135,9 +139,7 @@ def _composed(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn]:
     plain = eqn.primitive is row_map_p or (
         eqn.primitive is p.concatenate_p and len(layers) == len(eqn.invars)  # none is empty
     )
-    if resolved == layers and plain:
-        return [eqn]
-    return painting(eqn, resolved)
+    return [eqn] if resolved == layers and plain else painting(eqn, resolved)
 
 
 def _moved_first(graph: Graph) -> list[JaxprEqn]:
@@ -242,7 +244,9 @@ class Origins:
                 or self.near(r.source, result)
                 for r in found
             )
-            resolved += found if mostly and all(map(_can_paint, found)) else [layer]
+            # A source with other dims than the result is not split as that is.
+            painted = mostly and all(r.is_constant or r.is_aligned for r in found)
+            resolved += found if painted else [layer]
         return visible(resolved)
 
     def are_near(self, layers: Layers, result: Any) -> bool:
@@ -263,11 +267,6 @@ class Origins:
 
 
 _MOST = 512  # layers of one map
-
-
-def _can_paint(layer: Layer) -> bool:
-    """Whether a layer's source is split as the result is; a source with other dims is not."""
-    return layer.is_constant or layer.is_aligned
 
 
 # ---------------------------------------------------------------- row maps of equations
