@@ -38,7 +38,7 @@ _Baselines = Annotated[
 ]
 _Weights = Annotated[
     str,
-    typer.Option(help="score them in these numbers too: int8 or float32", show_default="as saved"),
+    typer.Option(help="score with int8 or float32 weights too", show_default="as saved"),
 ]
 _Steps = Annotated[int, typer.Option(help="training steps of each bilingual model, at most")]
 

@@ -24,7 +24,7 @@ def release(
         bool, typer.Option("--verify", help="RUN is a release: verify its checksums")
     ] = False,
 ) -> None:
-    """Write what translating with a run needs: weights, vocabularies, settings and a card."""
+    """Export a run for translation: weights, vocabularies, settings and a model card."""
     from gshard.commands.show import say
     from gshard.errors import UserError, one_of
     from gshard.graph.readable import size

@@ -197,7 +197,7 @@ class Api:
         if source not in (_AUTO, *sources):
             raise RefusedError(
                 400,
-                f"{source[:40]!r} is no language that is translated from; allowed are "
+                f"there is no translation from {source[:40]!r}; allowed are "
                 f"{', '.join((_AUTO, *sources))}",
             )
         try:
