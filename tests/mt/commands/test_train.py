@@ -311,7 +311,7 @@ def test_a_number_of_devices_that_no_process_can_have(tmp_path):
     [
         (["train"], "name what to train"),
         (["train", "tinny"], "did you mean 'tiny'?"),
-        (["train", "tiny", "model.expert=8"], "did you mean 'model.experts'?"),
+        (["train", "tiny", "model.expert=8"], "did you mean 'model.experts'"),
         (["train", "tiny", "--corpus", "nowhere"], "no corpus in nowhere"),
     ],
 )
