@@ -27,6 +27,7 @@ from gshard.checking.exact.number import (
     Value,
     constant,
     drawn,
+    forget,
     is_float,
 )
 from gshard.checking.exact.operators import local
@@ -194,6 +195,7 @@ class Audit:
         self.judge(held, gap, event, what or held.moved or "result")
         if np.all(event.active):
             got = adopted(got, wanted, tiling, gap)
+        forget()  # both programs have made it
         return _compared(got)
 
     def judge(self, held: Held, gap: Gap, event: Event, what: str) -> None:
@@ -246,11 +248,10 @@ def at_random(emitted: Emitted, given: Sequence[Any] = ()) -> Iterator[list[Valu
 
     Integers are taken from what is `given`, where that has arrays of their shapes.
     """
-    variables = emitted.unpartitioned.jaxpr.invars
+    variables = emitted.flat.jaxpr.invars
     for rng in map(np.random.default_rng, itertools.count()):
         own = [drawn(logical(x), rng) for x in emitted.consts]
-        arguments = itertools.zip_longest(variables[len(own) :], given)
-        yield own + [_random(v.aval, x, rng) for v, x in arguments]
+        yield own + [_random(v.aval, x, rng) for v, x in itertools.zip_longest(variables, given)]
 
 
 def _random(aval: Any, given: Any, rng: np.random.Generator) -> Value:

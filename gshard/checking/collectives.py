@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives
-from gshard.checking.exact.number import Value, at, chosen, joined, moved, plain, spread
+from gshard.checking.exact.number import Move, Value, at, chosen, joined, moved, plain, spread
 from gshard.checking.exact.operators import folded, narrowed, summed, summed_in
 from gshard.checking.exact.pointwise import larger, smaller
 from gshard.checking.tiles import Tiling
@@ -80,7 +80,9 @@ def run_collective(eqn: JaxprEqn, operands: Sequence[Value], sizes: Sizes) -> li
 def _in_groups(eqn: JaxprEqn, x: Value, groups: np.ndarray) -> Value:
     """A collective in groups of one size."""
     q, primitive = eqn.params, eqn.primitive
-    members = at(x, groups)  # groups, members, ...
+    in_order = np.array_equal(groups.ravel(), np.arange(len(plain(x))))
+    by_group: Move = lambda a: a.reshape(*groups.shape, *a.shape[1:])  # noqa: E731
+    members = moved(by_group, x) if in_order else at(x, groups)  # groups, members, ...
     if primitive not in _IN_PIECES:  # all members of a group have the same
         if primitive in _SUMS:
             made = narrowed(eqn, summed(members, (1,)))
@@ -99,8 +101,8 @@ def _in_groups(eqn: JaxprEqn, x: Value, groups: np.ndarray) -> Value:
     else:
         sent = moved(lambda a: np.swapaxes(a, 1, 2), pieces)
         made = moved(_unstacked(2 + q["concat_axis"], q["tiled"], 2), sent)
-    order = np.argsort(groups.ravel())
-    return moved(lambda a: a.reshape(-1, *a.shape[2:])[order], made)
+    made = moved(lambda a: a.reshape(-1, *a.shape[2:]), made)
+    return made if in_order else at(made, np.argsort(groups.ravel()))
 
 
 def _unstacked(dim: int, tiled: bool, first: int = 1) -> Callable[[np.ndarray], np.ndarray]:

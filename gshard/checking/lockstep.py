@@ -18,8 +18,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import clean_up_dead_vars, last_used
 from gshard.checking.collectives import RUN_TOGETHER, groups_of, run_collective, run_manual
-from gshard.checking.exact.number import Value, alike, at, chosen, floats, plain, stacked_once
-from gshard.checking.on_host import OnHost
+from gshard.checking.exact.number import Value, alike, at, chosen, plain, stacked_once
 from gshard.checking.tiles import Tiling
 from gshard.graph.regions import LOOPS, called, counts_of
 from gshard.graph.source import source_of
@@ -107,11 +106,6 @@ class Numbers:
     constant: Callable[[Any], Value]
     local: Callable[[JaxprEqn, Sequence[Value], np.ndarray], list[Value]]
     written_out: Callable[[JaxprEqn], ClosedJaxpr | None] = lambda eqn: None
-
-
-def as_devices_have_them() -> Numbers:
-    """Floats of JAX's own operators."""
-    return Numbers(floats, OnHost().on_each)
 
 
 def _literal(atom: Literal) -> Any:

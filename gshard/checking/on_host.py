@@ -88,7 +88,8 @@ def _integers(value: Any) -> np.ndarray:
 
 def signature(eqn: JaxprEqn) -> Hashable:
     """What equations have in common that compute the same; the equation if that is not known."""
-    key = (eqn.primitive, tuple(eqn.params.items()), tuple(a.aval for a in eqn.invars))
+    types = tuple((a.aval.shape, a.aval.dtype) for a in eqn.invars)  # a mesh is none of it
+    key = (eqn.primitive, tuple(eqn.params.items()), types)
     try:
         hash(key)
     except TypeError:

@@ -13,14 +13,16 @@ from jax.extend.core import JaxprEqn, Literal
 
 from gshard.checking.collectives import RUN_TOGETHER, exchanged
 from gshard.checking.exact.number import Value, beside, floats, is_float, plain
-from gshard.checking.lockstep import Emitted, Event, Lockstep, as_devices_have_them, runs_of
-from gshard.checking.tiles import Place, Tiling, logical, real
+from gshard.checking.lockstep import Emitted, Event, Lockstep, Numbers, runs_of
+from gshard.checking.on_host import OnHost
+from gshard.checking.tiles import Place, Tiling, logical
 from gshard.graph.readable import counted, size
 from gshard.graph.reason import NO_REASON
 from gshard.graph.regions import walk
 from gshard.graph.source import reason_of, source_of
 from gshard.moving.available import Held
 
+FLOATS = Numbers(floats, OnHost().on_each)  # as devices have them
 Makers = Mapping[Any, JaxprEqn]  # of the variables of a program
 
 
@@ -41,7 +43,8 @@ class DeviceTile:
     @property
     def real(self) -> np.ndarray:
         """The tile without padding; all of it where it is not known what is padding."""
-        return self.array if self.place is None else real(self.array, self.place)
+        rows: Any = [slice(s.stop - s.start) for s in self.place or ()]
+        return self.array[(*rows, ...)]
 
     @functools.cached_property
     def range(self) -> str:
@@ -147,7 +150,7 @@ class Replay(Iterator[ReplayStep]):
         until: Until,
         tree: Callable[[list[Any]], Any],
     ):
-        machine = Lockstep(emitted.sizes, as_devices_have_them())
+        machine = Lockstep(emitted.sizes, FLOATS)
         if not 0 <= device < machine.count:
             raise ValueError(
                 f"device is {device}; the program has devices 0 to {machine.count - 1}"
@@ -165,7 +168,7 @@ class Replay(Iterator[ReplayStep]):
         self.ended = False  # at the end of the program, or where `until` said
         self._emitted, self._tree, self._machine, self._number = emitted, tree, machine, 0
         self._makers = {v: eqn for eqn in walk(emitted.body.jaxpr) for v in eqn.outvars}
-        self._finite = Finite(machine.count, self._held_or_own)
+        self._finite = Finite(machine.count, functools.partial(self._held, manual=True))
         values = [floats(logical(x)) for x in (*emitted.consts, *arguments)]
         self._running = machine.run(emitted.body, emitted.entering(values))
 
@@ -236,14 +239,11 @@ class Replay(Iterator[ReplayStep]):
             found.append(DeviceTile(array, *of))
         return found
 
-    def _held(self, atom: Any) -> Held | None:
-        """What a variable holds of the user's values; values of manual regions have no place."""
+    def _held(self, atom: Any, manual: bool = False) -> Held | None:
+        """What a variable holds of the user's values; those of `manual` regions have no place."""
         known = () if isinstance(atom, Literal) else self._emitted.held.get(atom, ())
-        return next((h for h in known if not h.sharding.manual), None)
-
-    def _held_or_own(self, atom: Any) -> Held | None:
-        """The same, but all of a value of a manual region counts as the user's."""
-        return self._held(atom) or next(iter(self._emitted.held.get(atom, ())), None)
+        placed = next((h for h in known if not h.sharding.manual), None)
+        return placed or next(iter(known if manual else ()), None)
 
 
 def _at(source: str, wanted: str) -> bool:

@@ -136,9 +136,7 @@ class Tiling:
 
     def position(self, device: int, at: tuple[int, ...]) -> tuple[int, ...]:
         """The index in the array of an element of a device's tile."""
-        inside = zip(self._rows, at, strict=False)
-        rows = [r.reshape(len(r), -1)[device if len(r) > 1 else 0, n] for r, n in inside]
-        return tuple(map(int, rows))
+        return tuple(s.start + n for s, n in zip(self.place(device) or (), at, strict=False))
 
     def place(self, device: int) -> Place | None:
         """Where a device's tile belongs; None for a device that holds nothing."""
@@ -148,11 +146,6 @@ class Tiling:
         pairs = zip(ends, self.shape, strict=True)
         starts = [(min(int(r[0]), n) if len(r) else 0, len(r), n) for r, n in pairs]
         return tuple(slice(start, min(start + size, n)) for start, size, n in starts)
-
-
-def real(tile: np.ndarray, place: Place) -> np.ndarray:
-    """A tile without its padding."""
-    return tile[tuple(slice(0, s.stop - s.start) for s in place)]
 
 
 # ------------------------------------------------------------------------ comparisons

@@ -13,8 +13,9 @@ import gshard
 from gshard.checking import on_host
 from gshard.checking.collectives import run_collective
 from gshard.checking.exact.number import spread
-from gshard.checking.lockstep import DivergedError, Lockstep, as_devices_have_them
-from gshard.checking.tiles import Tiling, real
+from gshard.checking.lockstep import DivergedError, Lockstep
+from gshard.checking.replay import FLOATS, DeviceTile
+from gshard.checking.tiles import Tiling
 from gshard.tensors.sharding import Sharding
 from tests.oracle import assert_same, assignments, even_split, random_array
 
@@ -209,7 +210,7 @@ def test_devices_that_would_wait_for_each_other_are_named():
     with pytest.raises(
         DivergedError, match=r"test_replay.py:\d+: devices \[0, 1, 2\] run psum, an"
     ):
-        list(Lockstep({"a": 4}, as_devices_have_them()).run(body, [np.ones(1, np.float32)]))
+        list(Lockstep({"a": 4}, FLOATS).run(body, [np.ones(1, np.float32)]))
 
 
 # --------------------------------------------------------------- tiles and collectives
@@ -228,7 +229,9 @@ def test_tiles_are_parts_of_the_whole(data):
         place = tiling.place(device)
         assert (place is None) == (sharding.tile_index[device] < 0)
         if place is not None:
-            np.testing.assert_array_equal(real(np.asarray(tile), place), value[place])
+            np.testing.assert_array_equal(
+                DeviceTile(np.asarray(tile), shape, place).real, value[place]
+            )
 
 
 GROUPS = ([[0, 3, 5, 6], [7, 1, 2, 4]], None)
@@ -256,7 +259,7 @@ def test_collectives_do_what_the_compiled_ones_do():
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     x = random_array((D * 8, 3), np.int32)
     body = jax.make_jaxpr(fn, axis_env=[("a", 2), ("b", 4)])(x[:8])
-    machine = Lockstep({"a": 2, "b": 4}, as_devices_have_them())
+    machine = Lockstep({"a": 2, "b": 4}, FLOATS)
     results = [spread(r, D) for r in machine.finish(body, [np.stack(np.split(x, D))])]
     assert len(results) == len(jax.jit(mapped)(x))
     for tiles, wanted in zip(results, jax.jit(mapped)(x), strict=True):

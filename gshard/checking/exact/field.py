@@ -26,7 +26,7 @@ _ORDER = np.uint64(2**61 - 2)  # of the group of units: exponents are modulo thi
 _ROOT = 37  # generates that group
 _LIMB, _LIMBS, _TERMS = 21, 3, 2048  # so many products of two limbs add up to at most 2**53
 _FEW = 4  # terms that are multiplied one by one
-_BLOCK = 2**17  # elements of a large array that XLA computes at once: NumPy takes many passes
+_BLOCK = 2**18  # elements of a large array that XLA computes at once: NumPy takes many passes
 _WINDOW = 16  # bits of an exponent that are looked up at once
 _CORES = ThreadPoolExecutor(os.cpu_count())
 u64 = np.uint64
@@ -38,21 +38,23 @@ def _in_blocks(fn: Callable[..., Array]) -> Callable[..., Array]:
     compiled = jax.jit(fn)
 
     @functools.wraps(fn)
-    def run(*arrays: Array) -> Array:
-        shape = np.broadcast_shapes(*map(np.shape, arrays))
+    def run(*operands: Array) -> Array:
+        shape = np.broadcast_shapes(*map(np.shape, operands))
         if math.prod(shape) < _BLOCK:
-            return fn(*arrays)
-        wide = [a if np.ndim(a) == 0 else np.broadcast_to(a, shape).reshape(-1) for a in arrays]
-        out = np.empty(math.prod(shape), np.uint64)
+            return fn(*operands)
+        out = np.empty(shape, np.uint64)
+        flags: Any = ["external_loop", "buffered", "ranged", "delay_bufalloc"]
+        ways: Any = [*(["readonly"] for _ in operands), ["writeonly"]]
 
         def block(start: int) -> None:
-            rows = slice(start, start + _BLOCK)
-            own, full = [a[rows] if np.ndim(a) else a for a in wide], start + _BLOCK <= out.size
-            with jax.enable_x64(True), jax.default_device(host()), np.errstate(over="ignore"):
-                out[rows] = compiled(*own) if full else fn(*own)
+            each: Any = np.nditer([*operands, out], flags, ways, order="C", buffersize=_BLOCK)
+            each.iterrange = start, min(start + _BLOCK, out.size)
+            with each, jax.enable_x64(True), jax.default_device(host()), np.errstate(over="ignore"):
+                for *own, made in each:
+                    made[...] = compiled(*own) if 2 * made.size > _BLOCK else fn(*own)
 
         list(_CORES.map(block, range(0, out.size, _BLOCK)))
-        return out.reshape(shape)
+        return out
 
     return run
 
@@ -74,16 +76,19 @@ def reduced(x: Array) -> Array:
     return _once((x & P) + (x >> u64(61)))
 
 
+@_in_blocks
 def add(a: Array, b: Array) -> Array:
     """The sum."""
     return _once(a + b)
 
 
+@_in_blocks
 def sub(a: Array, b: Array) -> Array:
     """The difference."""
     return _once(a + (P - b))
 
 
+@_in_blocks
 def neg(a: Array) -> Array:
     """The negative."""
     return _once(P - a)
@@ -114,7 +119,7 @@ def _product(a: Array, b: Array) -> Array:
 @_in_blocks
 def mul(*factors: Array) -> Array:
     """The product of each two factors; their sum, if there are more."""
-    return functools.reduce(add, map(_product, factors[::2], factors[1::2]))
+    return functools.reduce(lambda a, b: _once(a + b), map(_product, factors[::2], factors[1::2]))
 
 
 def inverse(a: Array) -> Array:
@@ -155,18 +160,24 @@ def matmul(a: Array, b: Array) -> Array:
     if 0 < terms <= _FEW:
         columns = ((a[..., k, None], b[..., k, None, :]) for k in range(terms))
         return mul(*itertools.chain.from_iterable(columns))
-    if math.prod(shape) > _BLOCK:
-        axis = shape.index(max(shape))
-        rows = max(1, _BLOCK * shape[axis] // math.prod(shape))
-        a, b = (np.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (a, b))
+    # Large products are made in blocks, whose limbs stay in the cache of a core.
+    axis = shape.index(max(shape))
+    rows = max(1, _BLOCK // 8 * shape[axis] // max(math.prod(shape), a.size, b.size, 1))
+    if rows >= shape[axis]:
+        return _limbs_multiplied(a, b)
+    a, b = (np.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (a, b))
 
-        def part(start: int) -> Array:
-            block = (slice(None),) * axis + (slice(start, start + rows),)
-            left = a if axis == len(shape) - 1 else a[block]
-            return matmul(left, b if axis == len(shape) - 2 else b[block])
+    def part(start: int) -> Array:
+        block = (slice(None),) * axis + (slice(start, start + rows),)
+        left = a if axis == len(shape) - 1 else a[block]
+        return _limbs_multiplied(left, b if axis == len(shape) - 2 else b[block])
 
-        return np.concatenate(list(_CORES.map(part, range(0, shape[axis], rows))), axis)
-    made = np.matmul(np.concatenate(_limbs(a), -2), np.concatenate(_limbs(b), -1))
+    return np.concatenate(list(_CORES.map(part, range(0, shape[axis], rows))), axis)
+
+
+def _limbs_multiplied(a: Array, b: Array) -> Array:
+    made = np.matmul(_limbs(a, -2), _limbs(b, -1))
+    shape = (*made.shape[:-2], made.shape[-2] // _LIMBS, made.shape[-1] // _LIMBS)
     split = (*made.shape[:-2], _LIMBS, shape[-2], _LIMBS, shape[-1])
     products, found = made.astype(np.uint64).reshape(split), np.zeros(shape, np.uint64)
     for weight in range(2 * _LIMBS - 1):
@@ -176,9 +187,11 @@ def matmul(a: Array, b: Array) -> Array:
     return reduced(found)
 
 
-def _limbs(a: Array) -> list[Array]:
+def _limbs(a: Array, axis: int) -> Array:
+    """The limbs of a matrix, one behind the other along an axis."""
     mask = u64(2**_LIMB - 1)
-    return [((a >> u64(_LIMB * n)) & mask).astype(np.float64) for n in range(_LIMBS)]
+    limbs = [(a >> u64(_LIMB * n)) & mask for n in range(_LIMBS)]
+    return np.concatenate([limb.astype(np.float64) for limb in limbs], axis)
 
 
 # ------------------------------------------------------------------------ numbers and functions
@@ -186,11 +199,11 @@ def _limbs(a: Array) -> list[Array]:
 
 def of_integers(x: Array) -> Array:
     """Whole numbers of any type."""
-    if x.dtype.kind in "bu":
-        return reduced(x.astype(np.uint64))
-    x = x.astype(np.int64)
-    size = reduced(np.where(x < 0, -x, x).astype(np.uint64))
-    return np.where(x < 0, neg(size), size)
+    wide = x.astype(np.int64 if x.dtype.kind == "i" else np.uint64).view(np.uint64)
+    found = wide if x.dtype.kind == "b" else reduced(wide)
+    if x.dtype.kind != "i":
+        return found
+    return np.where(x < 0, _once(found + (P - u64(8))), found)  # 2**64 is 8
 
 
 def of_floats(x: Array) -> Array:
@@ -235,6 +248,7 @@ def exponent_of(key: Any, values: Array) -> Array:
     return _once(mixed(key, values) >> u64(3), _ORDER)
 
 
+@_in_blocks
 def sub_exponents(a: Array, b: Array) -> Array:
     """The difference of two exponents."""
     return _once(a + (_ORDER - b), _ORDER)

@@ -87,10 +87,6 @@ def _apart(eqn: JaxprEqn, a: Value) -> list[Value]:
     return [at(a, _along(axis, slice(*rows))) for rows in itertools.pairwise(ends)]
 
 
-def _tile(eqn: JaxprEqn, a: np.ndarray) -> np.ndarray:
-    return np.tile(a, (1, *eqn.params["reps"], *(1 for _ in _rest(eqn, a))))
-
-
 def _iota(eqn: JaxprEqn, *_: Value) -> Value:
     shape, dim, dtype = (eqn.params[k] for k in ("shape", "dimension", "dtype"))
     sizes = [n if d == dim else 1 for d, n in enumerate(shape)]
@@ -308,7 +304,8 @@ OF_ANY: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _view(_reshape)),
     "transpose": _view(lambda eqn, a: _reordered(a, eqn.params["permutation"])),
     "rev": _view(lambda eqn, a: np.flip(a, tuple(1 + d for d in eqn.params["dimensions"]))),
-    "broadcast_in_dim": _view(_broadcast), "slice": _view(_slice), "tile": _view(_tile),
+    "broadcast_in_dim": _view(_broadcast), "slice": _view(_slice),
+    "tile": _view(lambda eqn, a: np.tile(a, (1, *eqn.params["reps"], *(1 for _ in _rest(eqn, a))))),
     "concatenate": _together(np.concatenate, "dimension"), "stack": _together(np.stack, "axis"),
     "split": _apart, "unstack": _apart, "gather": _moves(1), "pad": _moves(2),
     "dynamic_slice": _slice_at, "dynamic_update_slice": _update_at,

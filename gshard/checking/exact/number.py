@@ -8,9 +8,8 @@ decides comparisons and branches, and an element of a finite field, which says w
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from gshard.checking.exact import field
+from gshard.checking.on_host import signature
 from gshard.tensors.keys import is_key
 
 EXACT_SUM = 99  # bits of a sum that was never rounded
@@ -256,27 +256,29 @@ _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax"
 _AXES = ("axes", "axis", "dimension_numbers", "sharding", "out_sharding")
 
 Labels = Sequence[int]
-_known: dict[Hashable, tuple[Any, Any, Any]] = {}  # of operands: results, while both exist
+# Results since the last comparison, with their operands, whose memory nothing else can have so.
+_known: dict[Hashable, tuple[Sequence[Value], list[Value]]] = {}
+forget = _known.clear
 
 
 def _labels(eqn: JaxprEqn, on_elements: bool) -> tuple[list[Labels], Labels] | None:
     """The labels of the dims of all operands, and of the result's; 0 is that of devices."""
-    ranks = [a.aval.ndim for a in eqn.invars]
+    ranks, name = [a.aval.ndim for a in eqn.invars], eqn.primitive.name
     own = list(range(1 + max(ranks, default=0)))
-    if eqn.primitive.name == "dot_general":
+    if name == "dot_general":
         (left, right), (one, two) = eqn.params["dimension_numbers"]
         a, b = own[: 1 + ranks[0]], [0, *(-1 - d for d in range(ranks[1]))]
         for d, of in zip((*right, *two), (*left, *one), strict=True):
             b[1 + d] = 1 + of
         batch, gone = [1 + d for d in one], {0, *(1 + d for d in (*left, *one))}
         return [a, b], [0, *batch, *(d for d in (*a, *b) if d not in gone)]
-    if eqn.primitive.name in _REDUCTIONS:
+    if name in _REDUCTIONS:
         axes = eqn.params.get("axes", (eqn.params.get("axis"),))
         return [own], [d for d in own if d - 1 not in axes]
     return ([own for _ in ranks], own) if on_elements and ranks else None
 
 
-def _memory(arrays: Sequence[np.ndarray], labels: Sequence[Labels], out: Labels) -> Any:
+def _memory(arrays: Sequence[np.ndarray], labels: Sequence[Labels], out: Labels) -> tuple[Any, Any]:
     """Where elements are, by label: the same for all shapes that hold the same ones."""
     sizes: dict[int, int] = dict.fromkeys(out, 1)
     steps: list[dict[int, int]] = []
@@ -292,62 +294,58 @@ def _memory(arrays: Sequence[np.ndarray], labels: Sequence[Labels], out: Labels)
         if found and found[-1][0] == kept and found[-1][2] == tuple(size * n for n in own):
             size *= found.pop()[1]  # one dim, in all of the arrays
         found.append((kept, size, own))
-    return tuple(found), tuple((a.__array_interface__["data"][0], a.dtype.str) for a in arrays)
+    return tuple(found), tuple((_place(a), a.dtype.str) for a in arrays)
+
+
+def _place(a: np.ndarray) -> Any:
+    """Where an array is; of a single number, that number."""
+    is_single = a.size and all(n == 1 or not step for n, step in zip(a.shape, a.strides))  # noqa: B905
+    return a.flat[0].tobytes() if is_single else a.__array_interface__["data"][0]
 
 
 def operator_once(
     eqn: JaxprEqn, operands: Sequence[Value], on_elements: bool, run: Callable[[], list[Value]]
 ) -> list[Value]:
     """The results of an operator."""
-    if (labels := _labels(eqn, on_elements)) is None:
+    if eqn.effects or not any(a.size >= _LARGE for x in operands for a in _parts(x)):
         return run()
-    settings = [str(item) for item in eqn.params.items() if item[0] not in _AXES]
-    aval = eqn.outvars[0].aval
+    labels, ranks = _labels(eqn, on_elements), [plain(x).ndim for x in operands]
+    if labels is None or ranks != [len(dims) for dims in labels[0]]:
+        return _once(signature(eqn), operands, None, run)
+    aval, settings = eqn.outvars[0].aval, [x for x in eqn.params.items() if x[0] not in _AXES]
+    found = _once((eqn.primitive, aval.dtype, *map(str, settings)), operands, labels, run)
     shape = (max(len(plain(x)) for x in operands), *aval.shape)
-    key = (eqn.primitive, *settings, aval.dtype)
-    return [_once(key, operands, labels, shape, lambda: run()[0])]
+    return [moved(lambda a: a.reshape(shape), x) for x in found]
 
 
 def stacked_once(rows: Sequence[Value]) -> Value:
     """The rows of a loop as one value, with a further dim behind that of devices."""
     dims, shape = range(plain(rows[0]).ndim), (len(rows), *plain(rows[0]).shape)
     labels = [dims for _ in rows], dims
-    made = _once(("stack",), rows, labels, shape, lambda: joined(np.stack, rows))
-    return moved(lambda a: np.moveaxis(a, 0, 1), made)
+    (made,) = _once("stack", rows, labels, lambda: [joined(np.stack, rows)])
+    return moved(lambda a: np.moveaxis(a.reshape(shape), 0, 1), made)
 
 
 def _once(
-    key: Any, operands: Sequence[Value], labels: Any, shape: Any, run: Callable[[], Value]
-) -> Value:
-    """A result, or what it was of the same operands, if that still exists."""
+    kind: Hashable, operands: Sequence[Value], labels: Any, run: Callable[[], list[Value]]
+) -> list[Value]:
+    """Results, or what they were of operands with the same memory: all of it, without labels."""
     arrays = [a for x in operands for a in _parts(x)]
-    dims = [own for own, x in zip(labels[0], operands, strict=True) for _ in _parts(x)]
-    as_labelled = all(a.ndim == len(own) for a, own in zip(arrays, dims, strict=True))
-    if max(a.size for a in arrays) < _LARGE or not as_labelled:
-        return run()
-    about = [astuple(_described(x)) for x in operands if isinstance(x, Exact)]
-    key = (*key, *about, _memory(arrays, dims, labels[1]))
-    before, described, parts = _known.get(key, ((), None, ()))
-    made = [part() for part in parts]
-    if made and all(a is not None for a in (*made, *(of() for of in before))):
-        f, *more = (a.reshape(shape) for a in made)
-        return replace(described, f=f, **dict(zip("re", more, strict=False))) if more else f
-    value = run()
-    owners = [weakref.ref(a.base if isinstance(a.base, np.ndarray) else a) for a in arrays]
-    made = [weakref.ref(a, lambda _: _known.pop(key, None)) for a in _parts(value)]
-    _known[key] = owners, _described(value) if isinstance(value, Exact) else None, made
-    return value
+    about = [(x.is_max, x.sum_bits, x.degree, x.bits) for x in operands if isinstance(x, Exact)]
+    if labels is None:
+        where: Any = tuple((_place(a), a.shape, a.strides, a.dtype.str) for a in arrays)
+    else:
+        dims = [own for own, x in zip(labels[0], operands, strict=True) for _ in _parts(x)]
+        where = _memory(arrays, dims, labels[1])
+    key = kind, where, *about
+    if key not in _known:
+        _known[key] = operands, run()
+    return _known[key][1]
 
 
 def _parts(value: Value) -> list[np.ndarray]:
     of = (value.f, value.r, value.e) if isinstance(value, Exact) else (value,)
     return [a for a in of if a is not None]
-
-
-def _described(value: Exact) -> Any:
-    """All but the numbers."""
-    empty: Any = ()
-    return replace(value, f=empty, r=empty, e=None if value.e is None else empty)
 
 
 def different(a: np.ndarray, b: np.ndarray) -> Any:

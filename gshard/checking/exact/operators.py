@@ -148,12 +148,11 @@ def _hash_of_all(
     parts = [_digest(x, [d for d in batch if d < x.ndim]) for x in operands]
     parts = [x.reshape(*x.shape[:kept], *(1,) * (aval.ndim + 1 - kept)) for x in parts]
     sizes = [1 if d < kept else n for d, n in enumerate((1, *aval.shape))]
-    index = np.arange(math.prod(sizes), dtype=np.uint64).reshape(sizes)
     known = {k: v for k, v in eqn.params.items() if not callable(v)}
     name = (eqn.primitive.name, number, str(sorted(known.items(), key=str)))
     count = max((len(plain(x)) for x in operands), default=1)
-    made = [field.hashed(field.key_of(*name, part), index, *parts) for part in range(2)]
-    r, e = (np.broadcast_to(x, (count, *aval.shape)) for x in made)
+    wide: Move = lambda part: np.broadcast_to(part, (count, *aval.shape))  # noqa: E731
+    r, e = by_parts(wide, _hashes(sizes, *name, more=parts)).values()
     if not is_float(aval.dtype):
         return (r % field.u64(2)).astype(aval.dtype)
     if jnp.issubdtype(aval.dtype, jnp.complexfloating):

@@ -40,15 +40,42 @@ def test_tiles_of_the_same_memory_are_computed_once(monkeypatch):
         np.testing.assert_allclose(copied.f, found.f)
 
 
-def test_what_is_freed_is_forgotten(monkeypatch):
+def test_what_was_compared_is_forgotten(monkeypatch):
     monkeypatch.setattr(number, "_LARGE", 1)
     x = drawn(random_array((16, 6)), np.random.default_rng(0))
     eqn = jax.make_jaxpr(lax.neg)(np.zeros((16, 6), np.float32)).eqns[0]
-    before = len(number._known)
-    (made,) = local(eqn, [x], np.ones(8, bool))
-    assert len(number._known) == before + 1
-    del made
-    assert len(number._known) == before
+    (made,), (again,) = (local(eqn, [x], np.ones(8, bool)) for _ in range(2))
+    number.forget()
+    (later,) = local(eqn, [x], np.ones(8, bool))
+    assert np.shares_memory(made.r, again.r)
+    assert not np.shares_memory(made.r, later.r)
+    gshard.prove(lambda x: -x, np.zeros((16, 6), np.float32), devices=8)
+    assert not number._known
+
+
+def test_constants_are_the_same_wherever_they_are(monkeypatch):
+    monkeypatch.setattr(number, "_LARGE", 2)
+    number.forget()
+    x = drawn(random_array((16, 6)), np.random.default_rng(0))
+    eqn = jax.make_jaxpr(lambda x: x * 2)(np.zeros((16, 6), np.float32)).eqns[0]
+    two, other, three = (number.constant(np.float32(n)) for n in (2, 2, 3))
+    found = [local(eqn, [x, n], np.ones(8, bool))[0] for n in (two, other, three)]
+    assert np.shares_memory(found[0].r, found[1].r)
+    assert not (found[0].r == found[2].r).any()
+
+
+def test_gathers_of_the_same_memory_are_made_once(monkeypatch):
+    monkeypatch.setattr(number, "_LARGE", 1)
+    number.forget()
+    x, i = drawn(random_array((8, 6)), np.random.default_rng(0)), np.arange(6)[None] % 4
+    shapes = jax.ShapeDtypeStruct((6,), np.float32), jax.ShapeDtypeStruct((6,), np.int32)
+    closed = jax.make_jaxpr(lambda x, i: x.at[i].get(mode="clip"))(*shapes)
+    (eqn,) = [e for e in closed.jaxpr.eqns if e.primitive is lax.gather_p]
+    values = moved(lambda a: a[0][None], x), i.astype(np.int32)[..., None]
+    (one,), (other,) = (local(eqn, values, np.ones(8, bool)) for _ in range(2))
+    (moved_on,) = local(eqn, [values[0], (values[1] + 1) % 6], np.ones(8, bool))
+    assert np.shares_memory(one.r, other.r)
+    assert (one.r != moved_on.r).any()
 
 
 def test_a_proof_is_the_same(monkeypatch):
