@@ -56,13 +56,12 @@ def result(name: str, run: Callable[[], gshard.Report]) -> dict[str, Any]:
         report = run()
     except Exception as error:  # a program that the check cannot run counts, too
         return {"name": name, "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    covered = report.covered
     return {
         "name": name,
         "first": "" if report.ok else str(report.first),
         "values": report.compared,
-        "proved": covered.proved,
-        "within": dict(covered.within_rounding),
+        "proved": report.covered.proved,
+        "within": dict(report.covered.within_rounding),
         "chance": report.error_probability,
         "seconds": time.process_time() - start,
         "gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
@@ -363,16 +362,11 @@ def part_of(what: str, names: list[str], kept: Kept) -> None:
     return None
 
 
-# For glibc: freed memory is used again. The system fills what it gives with zeros, which takes
-# longer than most operators on large arrays.
-MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-
-
 def in_parts(words: list[str], jobs: int) -> int:
-    """Run all programs by so many processes; how many of these failed."""
+    """Run all programs by so many processes, whose glibc keeps freed memory; how many failed."""
     command = [sys.executable, "-m", "benchmarks.prove", *words]
-    parts, env = [f"{n}/{jobs}" for n in range(jobs)], {**os.environ, **MEMORY}
-    running = [subprocess.Popen([*command, "--part", part], env=env) for part in parts]
+    os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**40))
+    running = [subprocess.Popen([*command, "--part", f"{n}/{jobs}"]) for n in range(jobs)]
     return sum(process.wait() != 0 for process in running)
 
 
