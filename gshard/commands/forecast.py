@@ -160,9 +160,10 @@ def _nearest(chosen: Any, machine: Any, state: int, model: str) -> str:
 
 
 def _show_fitting(text: str, as_json: bool) -> None:
-    from gshard.models.family import fitting, parse
+    from gshard.forecast.hardware import several
+    from gshard.models.family import fitting
 
-    devices, machine = parse(text)
+    devices, machine = several(text)
     with working() as tell:
         rows = fitting(devices, machine, tell)
     if as_json:

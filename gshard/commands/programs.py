@@ -156,14 +156,11 @@ def fits(
     """Say whether a training step fits in memory; exit status 0 if it does, 3 if not."""
     from gshard.comparing.fits import fits
     from gshard.comparing.step import Step
-    from gshard.forecast import hardware
+    from gshard.forecast.hardware import several
 
     with one_line_errors():
-        asked = re.fullmatch(r"(\d+)\s*x\s*(\S+)", on)
-        if asked is None:
-            raise ValueError(f"--on is {on!r}; write number and kind of devices, as in 8xh100")
-        machine = hardware(asked[2])
-        use_virtual_devices(int(asked[1]))
+        devices, machine = several(on)
+        use_virtual_devices(devices)
         given = Step(imported(step), arguments_of(shapes, arguments))
         with working() as tell:
             found = fits(given, machine, batch, seconds, tell)

@@ -8,6 +8,7 @@ measured or fitted, and the file says against what.
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -128,7 +129,7 @@ def known() -> list[str]:
 
 
 def hardware(name: str | Path | Hardware) -> Hardware:
-    """Hardware by name, or from a TOML file."""
+    """Hardware by name, ours or the manufacturer's (`a100-80`, `A100-SXM4-80GB`), or a file."""
     if isinstance(name, Hardware):
         return name
     path = Path(name)
@@ -136,12 +137,22 @@ def hardware(name: str | Path | Hardware) -> Hardware:
         if not path.exists():
             raise ValueError(f"there is no file {path} to read hardware from")
         return read(path)
-    if str(name) not in known():
+    text = str(name).lower()
+    found = text if text in known() else _name(text)
+    if found is None:
         raise ValueError(
             f"hardware is {str(name)!r}; known are {', '.join(known())}, or a path to a TOML file "
-            f"like those in gshard/forecast/machines{nearest(str(name), known())}"
+            f"like those in gshard/forecast/machines{nearest(text, known())}"
         )
-    return read(_MACHINES / f"{name}.toml")
+    return read(_MACHINES / f"{found}.toml")
+
+
+def several(text: str) -> tuple[int, Hardware]:
+    """`64 x h100` as a number of devices and what they are."""
+    match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(.+?)\s*", text)
+    if match is None:
+        raise ValueError(f"the devices are {text!r}; write a number and a name, as in 8xh100")
+    return int(match[1]), hardware(match[2])
 
 
 def read(path: Path) -> Hardware:
@@ -168,7 +179,7 @@ def read(path: Path) -> Hardware:
 
 def present(device: jax.Device | None = None) -> Hardware:
     """The hardware that JAX reports for a device, by default the first; a CPU if unknown."""
-    return hardware(_name((device or jax.devices()[0]).device_kind))
+    return hardware(_name((device or jax.devices()[0]).device_kind) or "cpu")
 
 
 def accelerator(device: jax.Device | None = None) -> Hardware | None:
@@ -178,15 +189,19 @@ def accelerator(device: jax.Device | None = None) -> Hardware | None:
     for a generic accelerator. `hardware="cpu"` plans for the CPU itself.
     """
     name = _name((device or jax.devices()[0]).device_kind)
-    return None if name == "cpu" else _known_hardware(name)
+    return None if name is None else _known_hardware(name)
 
 
 _known_hardware = functools.cache(hardware)
 
 
-def _name(kind: str) -> str:
-    """The name of the hardware with this `device_kind`."""
-    return next((name for mark, name in _KINDS.items() if mark in kind.lower()), "cpu")
+def _name(kind: str) -> str | None:
+    """The name of the hardware with this `device_kind`, or which a user names so; None if unknown.
+
+    Its words count, however they are joined: both `A100-SXM4-80GB` and `a100_80gb` are an `a100-80`.
+    """
+    words = set(re.findall("[a-z0-9]+", kind.lower()))
+    return next((name for mark, name in _KINDS.items() if words.issuperset(mark.split())), None)
 
 
 _KINDS = {
@@ -194,11 +209,10 @@ _KINDS = {
     "b200": "b200",
     "h200": "h200",
     "h100": "h100",
-    "a100-sxm4-80gb": "a100-80",
     "a100 80gb": "a100-80",
-    "a100": "a100-40",
+    "a100 40gb": "a100-40",
     "l40s": "l40s",
-    "nvidia l4": "l4",
+    "l4": "l4",
     "mi300x": "mi300x",
     "tpu7x": "tpu-v7",
     "v7": "tpu-v7",
@@ -210,7 +224,7 @@ _KINDS = {
     "v5": "tpu-v5p",
     "v4": "tpu-v4",
     "v3": "tpu-v3",
-}  # substrings of JAX's `device_kind`; the first match counts
+}  # words of JAX's `device_kind`; the first match counts
 
 
 def _names(kind: type) -> set[str]:

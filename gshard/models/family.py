@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import jax
 
 import gshard
 from gshard.errors import nearest
-from gshard.forecast import Forecast, Hardware, Timed, hardware
+from gshard.forecast import Forecast, Hardware, Timed
 from gshard.forecast import hardware as hardware_of
 from gshard.forecast.collective import Topology
 from gshard.forecast.report import OUTSIDE
@@ -199,14 +198,6 @@ class Fitting:
     def tokens_per_second(self) -> float:
         """Source and target tokens that a second of training takes in."""
         return self.plan.batch_tokens * self.forecast.steps_per_second
-
-
-def parse(text: str) -> tuple[int, Hardware]:
-    """`64 x h100` as a number of devices and what they are."""
-    match = re.fullmatch(r"\s*(\d+)\s*[x*]\s*(\S+)\s*", text)
-    if match is None:
-        raise ValueError(f"the devices are {text!r}; write a number and a name, as in '64 x h100'")
-    return int(match[1]), hardware(match[2])
 
 
 def fitting(

@@ -31,7 +31,7 @@ def test_the_exit_status_and_a_wrong_machine(tmp_path, monkeypatch):
     assert "layer does not fit on 8 x h100: " in large.stdout
     assert "gshard.split(batch, 0, 8) " in large.stdout
     wrong = CliRunner().invoke(app, [*words, "f32[64,256]", "--on", "h100"])
-    assert "--on is 'h100'; write number and kind of devices" in str(wrong.exception)
+    assert "the devices are 'h100'; write a number and a name" in str(wrong.exception)
 
 
 def test_the_page_s_command_prints_what_the_page_shows(tmp_path, monkeypatch):

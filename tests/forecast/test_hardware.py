@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from gshard.forecast import measure
-from gshard.forecast.hardware import Hardware, hardware, known, present, read
+from gshard.forecast.hardware import Hardware, hardware, known, present, read, several
 
 
 @pytest.mark.parametrize("name", known())
@@ -29,6 +29,27 @@ def test_an_unknown_name_says_what_is_known_and_the_nearest():
         hardware("h-100")
     with pytest.raises(ValueError, match=r"'a100'.*did you mean 'a100-40' or 'a100-80'\?"):
         hardware("a100")
+
+
+@pytest.mark.parametrize(
+    ("spelt", "name"),
+    [
+        ("H100", "h100"),
+        ("h100-sxm", "h100"),
+        ("a100-80gb", "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("TPU v5 lite", "tpu-v5e"),
+        ("v6e", "tpu-v6e"),
+    ],
+)
+def test_names_as_people_write_them(spelt, name):
+    assert several(f"8x{spelt}") == (8, hardware(name))
+
+
+@pytest.mark.parametrize("given", ["h100", "8", "x h100"])
+def test_devices_are_a_number_and_a_name(given):
+    with pytest.raises(ValueError, match="write a number and a name, as in 8xh100"):
+        several(given)
 
 
 def test_a_user_adds_a_machine_in_a_few_lines(tmp_path):

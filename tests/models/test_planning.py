@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gshard.cli import app, main
-from gshard.models.family import PARTS, fitting, memory_parts, parse, part_of, plan
+from gshard.forecast.hardware import several
+from gshard.models.family import PARTS, fitting, memory_parts, part_of, plan
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest():
@@ -107,16 +108,9 @@ def test_mistakes_of_all_kinds_are_one_line(command, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_devices_are_a_number_and_a_name():
-    devices, machine = parse("8 x h100")
-    assert (devices, machine.name) == (8, "h100")
-    with pytest.raises(ValueError, match="as in '64 x h100'"):
-        parse("h100")
-
-
 @pytest.mark.slow
 def test_what_fits_is_ranked():
-    devices, machine = parse("8 x h100")
+    devices, machine = several("8 x h100")
     found = fitting(devices, machine.replace(memory=2_000_000))
     assert [f.plan.model.name for f in found] == ["tiny"] * len(found)
     assert found
