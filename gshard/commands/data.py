@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.commands.options import Languages, PlainCommand, Plots, complete_tiers
+from gshard.commands.options import Languages, PlainCommand, PlainGroup, Plots, complete_tiers
 
 if TYPE_CHECKING:
     from gshard.mt.data.gather import GatherConfig
 
-app = typer.Typer(no_args_is_help=True, help="Gather parallel text and inspect it.")
+app = typer.Typer(cls=PlainGroup, no_args_is_help=True, help="Gather parallel text and inspect it.")
 
 Tier = Annotated[
     str,

@@ -20,11 +20,12 @@ from gshard.explanation.subject import Subject
 from gshard.graph import map_bodies
 from gshard.graph.readable import size
 from gshard.graph.source import source_of, span_of
-from gshard.tensors.annotate import Annotation
+from gshard.tensors.annotate import Annotation, shard_call
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import size_of
 
 _NOTHING = "no annotation"
+_WORTH = 0.01  # the least share of the bytes that a change has to save
 
 Changes = dict[JaxprEqn, Annotation | None]  # annotations to be replaced, or taken away
 Progress = Callable[[int, int], None]  # told how many of how many candidates are tried
@@ -137,7 +138,7 @@ def _tried(subject: Subject, unit: list[Copies], words: str, changed: Changes) -
         plan = subject.variant(_with(subject.flat, changed))
     except ValueError:
         return None  # this change is not allowed at the annotation's place
-    if plan.bytes >= subject.sent:
+    if plan.bytes > (1 - _WORTH) * subject.sent:
         return None
     left: Counter[str] = Counter()
     for sent in plan.sends:
@@ -183,20 +184,27 @@ def _kind(eqn: JaxprEqn) -> object:
 def _candidates(unit: list[Copies], num_devices: int) -> Iterator[tuple[str, Changes]]:
     every = [eqn for copies in unit for eqn in copies]
     yield _NOTHING, dict.fromkeys(every)
-    shape = every[0].outvars[0].aval.shape
-    sharding = every[0].params["annotation"].sharding
-    if any(_kind(copies[0]) != _kind(every[0]) for copies in unit) or any(
-        len(eqn.outvars[0].aval.shape) != len(shape) for eqn in every
-    ):
+    asked, shapes = every[0].params["annotation"], [eqn.outvars[0].aval.shape for eqn in every]
+    if any(e.params["annotation"] != asked for e in every) or len(set(map(len, shapes))) > 1:
         return
+    sharding, rank = asked.sharding, len(shapes[0])
     split = next(filter(None, sharding.splits), Split.of(range(num_devices)))
-    replicated = Sharding.replicated(len(shape), num_devices)
+    replicated = Sharding.replicated(rank, num_devices)
     others = {} if sharding.is_replicated else {"replicate(tensor)": replicated}
-    for dim, rows in enumerate(shape):
+    for dim, rows in enumerate(map(min, zip(*shapes, strict=True))):
         if split and not sharding.splits[dim] and rows >= split.tiles:
-            others[f"split(tensor, {dim}, {split.tiles})"] = replicated.replace(dim, split)
+            other = replicated.replace(dim, split)
+            others[_call(other, dim)] = other
     for words, other in others.items():
         yield words, dict.fromkeys(every, Annotation.of_sharding(words, other))
+
+
+def _call(sharding: Sharding, dim: int) -> str:
+    """The call that asks for a sharding of one dim."""
+    first = sharding.devices[..., 0]
+    if first.ravel().tolist() == list(range(first.size)):
+        return f"split(tensor, {dim}, {first.size})"
+    return shard_call(first)
 
 
 def _with(closed: ClosedJaxpr, changed: Changes) -> ClosedJaxpr:

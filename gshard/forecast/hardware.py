@@ -196,9 +196,9 @@ _known_hardware = functools.cache(hardware)
 
 
 def _name(kind: str) -> str | None:
-    """The name of the hardware with this `device_kind`, or which a user names so; None if unknown.
+    """The name of the hardware with this `device_kind`, or spelt so by a user; None if unknown.
 
-    Its words count, however they are joined: both `A100-SXM4-80GB` and `a100_80gb` are an `a100-80`.
+    Its words count, however they are joined: `A100-SXM4-80GB` and `a100_80gb` are an `a100-80`.
     """
     words = set(re.findall("[a-z0-9]+", kind.lower()))
     return next((name for mark, name in _KINDS.items() if words.issuperset(mark.split())), None)

@@ -132,6 +132,12 @@ def _shape(tensor: Any) -> tuple[int, ...]:
     return np.shape(tensor)
 
 
+def shard_call(assignment: np.ndarray) -> str:
+    """The call of `shard` as text; many devices by the shape of their array."""
+    given = f"device_assignment of shape {assignment.shape}"
+    return f"shard(tensor, {assignment.tolist() if assignment.size <= 16 else given})"
+
+
 def as_annotation(tensor: Any, device_assignment: Any) -> Annotation:
     """The annotation that `shard` makes, checked as far as the tensor alone allows."""
     if isinstance(device_assignment, jax.sharding.Sharding | jax.sharding.PartitionSpec):
@@ -140,7 +146,7 @@ def as_annotation(tensor: Any, device_assignment: Any) -> Annotation:
             "jax.lax.with_sharding_constraint takes JAX's shardings, and gshard.jit follows it"
         )
     assignment = np.asarray(device_assignment)
-    call = f"shard(tensor, device_assignment of shape {assignment.shape})"
+    call = shard_call(assignment)
     if not np.issubdtype(assignment.dtype, np.integer):
         raise TypeError(f"{here()}: {call}: device ids must be integers, got {assignment.dtype}")
     if assignment.ndim != np.ndim(tensor):

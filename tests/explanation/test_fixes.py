@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -98,6 +99,51 @@ def test_tensors_of_one_line_are_tried_one_by_one():
     text = str(gshard.jit(forward, devices=8).lower(structs, x).explain("h100", seconds=math.inf))
     assert "both tensors of this line (ws['a'] and 1 more) saves 21,504 of 21,504 B, and " in text
     assert "removing split(ws['a'], 0, 8) saves 14,336 of 21,504 B, and needs" in text
+
+
+def test_all_tensors_of_a_line_move_to_another_dim_whatever_their_sizes():
+    """Both weights of experts, split by the wrong dim in one line."""
+
+    def experts(calls, x, ws):
+        up, down = (call(w) for call, w in zip(calls, ws, strict=True))
+        h = jnp.einsum("EGCM,EMH->EGCH", jnp.einsum("GSEC,GSM->EGCM", *x), up)
+        return jnp.einsum("EGCH,EHM->GECM", h, down)
+
+    def lowered(dim):
+        def loss(ws, dispatch, x):
+            x = gshard.split(dispatch, 0, 8), gshard.split(x, 0, 8)
+            return jnp.sum(experts([split(dim)] * 2, x, ws) ** 2)
+
+        shapes = [(8, 32, 64), (8, 64, 32)], (8, 16, 8, 4), (8, 16, 32)
+        ws, *x = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s, "float32"),
+            shapes,
+            is_leaf=lambda s: type(s[0]) is int,
+        )
+        return gshard.jit(loss, devices=8).lower(ws, *x)
+
+    found = lowered(1).explain("h100", seconds=math.inf).search().fixes
+    fix = next(f for f in found if (f.count, f.instead) == (2, "split(tensor, 0, 8)"))
+    assert "of both tensors of this line (ws[" in str(fix)
+    assert sent(lowered(0)) == fix.after < fix.before
+
+
+def test_advice_on_a_mesh_names_the_devices():
+    """A split over the first axis of a mesh, which `split` cannot say."""
+    ids = np.arange(8).reshape(2, 4)
+
+    def lowered(call):
+        def loss(ws, x):
+            h = jnp.tanh(call(x) @ gshard.shard(ws[0], ids[:1]))
+            return jnp.sum((h @ gshard.shard(ws[1], ids[:1].T)) ** 2)
+
+        ws = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 128), (128, 64))]
+        return gshard.jit(loss, devices=8).lower(ws, jax.ShapeDtypeStruct((512, 64), "float32"))
+
+    found = lowered(lambda x: gshard.shard(x, ids[:, :1].T)).explain("h100", seconds=math.inf)
+    words = "shard(x, [[0], [4]]) instead of shard(x, [[0, 4]])"
+    fix = next(f for f in found.search().fixes if f.change == words)
+    assert sent(lowered(lambda x: gshard.shard(x, [[0], [4]]))) == fix.after < fix.before
 
 
 def test_a_change_of_more_tensors_saves_more_or_is_left_out():
