@@ -9,7 +9,7 @@ from gshard.nn.attention import Segments
 from gshard.nn.config import GatingConfig
 from gshard.nn.experts import DISPATCHES, MoE
 from gshard.nn.gating import route
-from gshard.nn.pair import Layer, Masks
+from gshard.nn.pair import Inputs, Layer, Masks
 from gshard.nn.strategy import Strategy
 from tests.nn import models
 
@@ -272,7 +272,7 @@ def test_a_shared_expert_adds_its_result_for_every_token():
         attention, h = layer.self_attention, layer.self_norm(x)
         h = layer.feed_forward_norm(x + attention(h, attention.keys_values(h), masks.own))
         without = eqx.tree_at(lambda m: m.feed_forward, layer, None)
-        return layer(x, masks)[0], without(x, masks)[0] + layer.feed_forward(h)
+        return layer(x, Inputs(masks))[0], without(x, Inputs(masks))[0] + layer.feed_forward(h)
 
     got, want = both(layer, x)
     assert layer.feed_forward.wi.shape == (layer.config.model_dim, 12)

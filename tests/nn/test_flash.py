@@ -17,7 +17,7 @@ from gshard.nn.flash import (
     reference,
     seed_from_row,
 )
-from gshard.nn.pair import Layer, Masks
+from gshard.nn.pair import Inputs, Layer, Masks
 from gshard.nn.strategy import Strategy
 from tests.nn import models
 
@@ -177,7 +177,7 @@ def test_one_product_for_each_input(value_dim, products, monkeypatch):
     masks = Masks(target, Segments(target, target, causal=True), Segments(target, seen))
 
     def f(layer, x, source):
-        return jnp.sum(layer(x, masks, source)[0])
+        return jnp.sum(layer(x, Inputs(masks, source))[0])
 
     found = list(equations(jax.make_jaxpr(jax.grad(f, (0, 1, 2)))(layer, x, source)))
     assert sum(eqn.primitive.name == "dot_general" for eqn in found) == 3 * products

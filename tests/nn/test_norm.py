@@ -9,7 +9,7 @@ import gshard
 from gshard.nn import Strategy, layers
 from gshard.nn.flash import Segments
 from gshard.nn.layers import NormBlocks, fits_norm, normalize, normalize_beside
-from gshard.nn.pair import Layer, Masks
+from gshard.nn.pair import Inputs, Layer, Masks
 from tests.nn import models
 from tests.oracle import kinds, sent
 
@@ -67,7 +67,7 @@ def test_a_layer_by_the_kernel_is_the_plain_one(monkeypatch):
 
     def gradients(layer, x):
         def loss(layer, x):
-            return jnp.sum(layer(x, masks, memory)[0] ** 2)
+            return jnp.sum(layer(x, Inputs(masks, memory))[0] ** 2)
 
         return jax.jit(jax.grad(loss, (0, 1)))(layer, x)
 
