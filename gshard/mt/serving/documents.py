@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import html
 import io
+import lzma
 import re
 import zipfile
 import zlib
@@ -200,10 +201,11 @@ def runs(source: str, kept: tuple[str, ...] = ()) -> Iterator[tuple[int, int]]:
 
 def _is_kept(attributes: str) -> bool:
     """Whether an element says that it is not to be translated."""
-    given = {
-        name.lower(): unescaped(value.strip(value[:1] if value[:1] in "\"'" else ""))
-        for name, value in reversed(re.findall(_ATTRIBUTE, attributes))  # the first one counts
-    }
+    given: dict[str, str] = {}
+    for found in re.finditer(_ATTRIBUTE, attributes):
+        if (name := found[1].lower()) in ("translate", "class") and name not in given:
+            value = found[2] or ""  # the first one counts
+            given[name] = unescaped(value.strip(value[:1] if value[:1] in "\"'" else ""))
     return given.get("translate") == "no" or "notranslate" in given.get("class", "").split()
 
 
@@ -212,9 +214,10 @@ def unescaped(text: str) -> str:
     return html.unescape(_HUGE.sub("\ufffd", text))
 
 
-LARGEST = 4 << 20  # bytes of a file,
-_MOST = 32 << 20  # and of all parts of an archive, unpacked
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
+LARGEST = 4 << 20  # bytes of a file, of an archive's text, unpacked,
+_MOST = 32 << 20  # and of all its parts
+_UNPACKED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+_BROKEN = (*_UNPACKED, EOFError, OSError, RuntimeError, ValueError)
 _WORD = re.compile(r"<(?P<tag>[wa]:t)(?:\s[^<>]*)?>(?P<text>[^<]*)</(?P=tag)>")
 # How a run begins, up to its text; and what may be between two of one sentence.
 _FORMAT = re.compile(r"<[wa]:r(?:\s[^>]*)?>(<[wa]:rPr.*(?:/|</[wa]:rPr)>)?", re.DOTALL)
@@ -249,7 +252,8 @@ def _marked_runs(source: str) -> Iterator[Run]:
 
 
 PLAIN = {".htm": "html", ".html": "html", ".srt": "subtitles", ".txt": "text"}  # UTF-8
-_ARCHIVES = {  # names of the parts with text, and where it is in them
+_Runs = Callable[[str], Iterator[Run]]
+_ARCHIVES: dict[str, tuple[str, _Runs]] = {  # names of the parts with text, and where it is in them
     ".docx": (r"word/(document|(head|foot)er\d*|(foot|end)notes)\.xml", _word_runs),
     ".epub": (r".*\.([xX]?[hH][tT][mM][lL]?|ncx)", _marked_runs),
     ".odt": (r"content\.xml", _marked_runs),
@@ -269,16 +273,11 @@ class Opened(NamedTuple):
 class _Archive:
     """The parts of an archive; `text` has a line for each run in them."""
 
-    def __init__(self, parts: list[tuple[zipfile.ZipInfo, bytes]], suffix: str):
-        names, runs = _ARCHIVES[suffix]
+    def __init__(
+        self, parts: dict[zipfile.ZipInfo, bytes], texts: list[zipfile.ZipInfo], runs: _Runs
+    ):
         self._parts = parts
-        self._sources = {
-            info.filename: data.decode("utf-8-sig")
-            for info, data in parts
-            if re.fullmatch(names, info.filename)
-        }
-        if not self._sources:
-            raise ValueError(f"no part of it has a name such as {names}")
+        self._sources = {info.filename: parts[info].decode("utf-8-sig") for info in texts}
         self._runs = {name: list(runs(source)) for name, source in self._sources.items()}
         lines: list[list[str]] = []
         for name, source in self._sources.items():
@@ -292,7 +291,7 @@ class _Archive:
         """The file with these lines in place of its own."""
         lines, made = iter(text.split("\n")), io.BytesIO()
         with zipfile.ZipFile(made, "w") as archive:
-            for info, data in self._parts:
+            for info, data in self._parts.items():
                 if info.filename in self._sources:
                     data = self._filled(info.filename, lines).encode()
                 info.extra = b""  # no field may be in that of a book's first part
@@ -320,9 +319,14 @@ def opened(suffix: str, data: bytes) -> Opened:
             infos = archive.infolist()
             if len({info.filename for info in infos}) < len(infos):
                 raise ValueError("a part of it is there twice")
-            if sum(info.file_size for info in infos) > _MOST:
-                raise ValueError(f"its parts have more than {_MOST:,} bytes")
-            found = _Archive([(info, archive.read(info)) for info in infos], suffix)
+            names, runs_of = _ARCHIVES[suffix]
+            texts = [info for info in infos if re.fullmatch(names, info.filename)]
+            if not texts:
+                raise ValueError(f"no part of it has a name such as {names}")
+            for what, of, most in (("text has", texts, LARGEST), ("parts have", infos, _MOST)):
+                if sum(info.file_size for info in of) > most:
+                    raise ValueError(f"its {what} more than {most:,} bytes")
+            found = _Archive({info: archive.read(info) for info in infos}, texts, runs_of)
     except _BROKEN as error:
         raise ValueError(f"no {'UTF-8' if suffix in PLAIN else suffix}: {error}") from None
     return Opened(found.text, "text", found.written)
