@@ -6,7 +6,6 @@
     python -m benchmarks.prove harness           # JAX's own cases of its operators, sharded
     python -m benchmarks.prove scripts A.py ...  # every call of gshard.jit that scripts make
     python -m benchmarks.prove paper             # the paper's MoE Transformer on 2048 devices
-    python -m benchmarks.prove xla               # wrong values of XLA's partitioner
     python -m benchmarks.prove costs             # and those of the check by bounds of rounding
 
 `--jobs 16` takes so many processes. Each result is a line of the file `--out`, from which a run
@@ -31,8 +30,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 import gshard
 from benchmarks.prove_faults import of_faults
@@ -214,56 +211,6 @@ def of_paper(names: list[str]) -> Iterator[Proof]:
     yield f"{layers} layers, {devices:,} devices", prove
 
 
-# ------------------------------------------------------------------------ XLA's partitioner
-
-
-def _slice(x: Any, start: Any) -> Any:
-    x = gshard.split(x, 1, 2)
-    return gshard.split(lax.dynamic_slice(x, [jnp.int32(0), start], (2, 6)), 1, 2)
-
-
-def _update(x: Any, part: Any, start: Any) -> Any:
-    x = gshard.split(x, 1, 2)
-    return gshard.split(lax.dynamic_update_slice(x, part, [jnp.int32(0), start]), 1, 2)
-
-
-def _negative_pads(x: Any) -> Any:
-    x = gshard.split(x, 0, 4)
-    parts = [[(-3, 0, 0)], [(0, -1, 0)]], [[(-1, 0, 0)], [(0, -3, 0)]]
-    a, b = (lax.concatenate([lax.pad(x, 0.0, p) for p in pair], 0) for pair in parts)
-    return gshard.split(a + b, 0, 4)
-
-
-def _normal(key: Any) -> Any:
-    return gshard.split(jax.random.normal(key, (496, 3)), 0, D)
-
-
-def of_xla() -> bool:
-    """Programs that XLA's partitioner gets wrong, by both partitioners."""
-    x = np.arange(16, dtype=np.int32).reshape(2, 8)
-    rows: list[tuple[str, Any, tuple[Any, ...], int]] = [
-        ("xla 49122: a slice beyond the end", _slice, (x, np.int32(7)), 2),
-        ("xla 49118: an update beyond the end", _update, (x[:, :2], -x[:, :1], np.int32(2)), 2),
-        ("jax 39301: negative pads joined", _negative_pads, (np.arange(4, dtype=np.float32),), 4),
-        ("jax 40232: normal numbers, split", _normal, (jax.random.key(0),), D),
-    ]
-    print("| program | XLA's partitioner | gshard's |\n|---|---|---|")
-    right = True
-    for name, fn, args, count in rows:
-        outcomes = {}
-        for partitioner in ("xla", "gshard"):
-            how: dict[str, Any] = {"devices": jax.devices()[:count], "partitioner": partitioner}
-            one = result(
-                name, lambda f=fn, a=args, h=how: gshard.check(lambda *xs: f(*xs), *a, **h)
-            )
-            what = "refuted" if one.get("first") else "equal"
-            outcomes[partitioner] = "does not compile" if "error" in one else what
-            if partitioner == "gshard" and (what == "refuted" or "error" in one):
-                right = False
-        print(f"| {name} | {outcomes['xla']} | {outcomes['gshard']} |", flush=True)
-    return right
-
-
 # ------------------------------------------------------------------------ costs
 
 _ONE = """
@@ -317,7 +264,6 @@ FAMILIES: dict[str, Callable[[list[str]], Iterator[Proof]]] = {
 }
 OTHERS: dict[str, Callable[[list[str]], bool]] = {
     "faults": lambda names: of_faults(),
-    "xla": lambda names: of_xla(),
     "costs": of_costs,
 }
 

@@ -4,8 +4,9 @@
     python -m benchmarks.xla_bugs --markdown  the table for docs/results/xla-bugs.md
 
 Each program runs unpartitioned, under `jax.jit` with shardings of its arguments and results, and
-under `gshard.jit` with the same as annotations. Values are compared exactly. Rows that gshard gets
-wrong, or refuses, stand in the same table.
+under `gshard.jit` with the same as annotations, and `gshard.check` says of the programs that both
+partitioners make of these whether they are right. Rows that gshard gets wrong, or refuses, are in
+the same table.
 """
 
 from __future__ import annotations
@@ -119,6 +120,15 @@ def verdict(wanted: jax.Array, run: Callable[[], Any]) -> str:
     return "equal" if close(found, np.asarray(wanted), **options) else "wrong values"
 
 
+def checked(run: Callable[[], gshard.Report]) -> str:
+    """What a check says, or why there is none."""
+    try:
+        report = run()
+    except Exception as error:  # as above
+        return type(error).__name__
+    return "right" if report.ok else "refuted"
+
+
 def measure(case: Case) -> dict[str, str]:
     """What both partitioners make of a program."""
     mesh = jax.make_mesh((case.devices,), ("x",), devices=jax.devices()[: case.devices])
@@ -136,10 +146,14 @@ def measure(case: Case) -> dict[str, str]:
     theirs = jax.jit(
         case.function, in_shardings=tuple(map(spec, case.split)), out_shardings=spec(case.result)
     )
-    ours = gshard.jit(annotated, devices=jax.devices()[: case.devices])
+    devices = jax.devices()[: case.devices]
+    ours = gshard.jit(annotated, devices=devices)
+    by_xla = gshard.jit(annotated, devices=devices, partitioner="xla")
     return {
         "jax.jit": verdict(wanted, lambda: theirs(*case.arguments)),
         "gshard.jit": verdict(wanted, lambda: ours(*case.arguments)),
+        "check of XLA's": checked(lambda: gshard.check(by_xla, *case.arguments)),
+        "check of gshard's": checked(lambda: gshard.check(ours, *case.arguments)),
     }
 
 
@@ -149,10 +163,10 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print the table for the docs")
     options = parser.parse_args()
     rows = [(case.report, case.what, *measure(case).values()) for case in cases()]
-    heads = ("report", "program", "jax.jit", "gshard.jit")
+    heads = ("report", "program", "jax.jit", "gshard.jit", "check of XLA's", "check of gshard's")
     if options.markdown:
         print(f"JAX {jax.__version__}\n")
-        lines = [heads, ("---",) * 4, *rows]
+        lines = [heads, ("---",) * len(heads), *rows]
         print(*(f"| {' | '.join(line)} |" for line in lines), sep="\n")
         return
     table = Table(*heads, title=f"JAX {jax.__version__}, values beside the unpartitioned run's")

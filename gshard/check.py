@@ -9,6 +9,7 @@ from gshard import _jax
 from gshard.checking.report import Report
 from gshard.jit import Jitted, jit
 from gshard.runtime.options import JitKeywords
+from gshard.runtime.stages import Lowered
 
 
 @_jax.api_boundary
@@ -21,7 +22,8 @@ def check(fun: Callable[..., Any], /, *args: Any, **keywords: Unpack[JitKeywords
     The arguments decide branches, routing and comparisons. Values that only exist in one of the
     programs are counted in `Report.not_compared`.
     """
-    return _jitted("check", fun, keywords).lower(*args).check(*args)
+    lowered, arrays = _lowered("check", fun, args, keywords)
+    return lowered.check(*arrays)
 
 
 @_jax.api_boundary
@@ -33,16 +35,19 @@ def prove(fun: Callable[..., Any], /, *shapes: Any, **keywords: Unpack[JitKeywor
     as the same plan allows, even ones stay even and uneven ones uneven; `Report.sizes` has them.
     Integers are those of arrays among `shapes` where sizes stay, and small random ones otherwise.
     """
-    return _jitted("prove", fun, keywords).lower(*shapes).prove(*shapes)
+    lowered, arrays = _lowered("prove", fun, shapes, keywords)
+    return lowered.prove(*arrays)
 
 
-def _jitted(name: str, fun: Callable[..., Any], keywords: Mapping[str, Any]) -> Jitted[Any, Any]:
-    if not isinstance(fun, Jitted):
-        return jit(fun, **keywords)
-    if keywords:
+def _lowered(
+    name: str, fun: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[Lowered, list[Any]]:
+    """A function for arguments like these, and those of them that are not static, one by one."""
+    if isinstance(fun, Jitted) and keywords:
         given = ", ".join(keywords)
         raise TypeError(
             f"gshard.{name} was given a function of gshard.jit and the keywords {given}; give them "
             f"to gshard.jit, or give gshard.{name} the function itself"
         )
-    return fun
+    jitted = fun if isinstance(fun, Jitted) else jit(fun, **keywords)
+    return jitted.lower(*args), jitted.leaves(*args)

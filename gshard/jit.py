@@ -177,7 +177,7 @@ class Jitted(Generic[P, R]):
     @advising
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Partition for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
-        _, leaves = _jax.parse_arguments(self._known, args, kwargs)
+        leaves = self.leaves(*args, **kwargs)
         if any(map(_jax.is_ref, leaves)):
             of_values, values, _ = self._without_refs(args, kwargs)
             return of_values.lower(*values)
@@ -194,7 +194,7 @@ class Jitted(Generic[P, R]):
         With symbolic dims, which JAX cannot run inside of manual regions, it is the program with
         sharding constraints instead, for XLA to partition when a size is known.
         """
-        _, leaves = _jax.parse_arguments(self._known, args, kwargs)
+        leaves = self.leaves(*args, **kwargs)
         if symbolic(leaves) is None:
             return self.lower(*args, **kwargs).logical()
         inlined = jax.jit(lambda *args, **kwargs: self._inlined(args, kwargs, leaves))
@@ -204,6 +204,10 @@ class Jitted(Generic[P, R]):
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The shapes and types of the results."""
         return jax.eval_shape(self, *args, **kwargs)
+
+    def leaves(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """The arguments of a call that are not static, one by one."""
+        return _jax.parse_arguments(self._known, args, kwargs)[1]
 
     def clear_cache(self) -> None:
         """Drop the compiled programs of this function."""
@@ -225,7 +229,7 @@ class Jitted(Generic[P, R]):
 
         Returns the results, and the data with which later calls bypass Python.
         """
-        _, leaves = _jax.parse_arguments(self._known, args, kwargs)
+        leaves = self.leaves(*args, **kwargs)
         if _jax.is_tracing() or any(map(_jax.is_tracer, leaves)):
             return self._inlined(args, kwargs, leaves), None, False
         if any(map(_jax.is_ref, leaves)):

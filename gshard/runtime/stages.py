@@ -141,9 +141,9 @@ class Lowered(Stage):
         """
         arrays = self.arrays(args, kwargs)
         if not isinstance(self._program, Program):
-            results = jax.tree.leaves(self.compile()(*args, **kwargs))
+            results, _ = self.compile().run(arrays)
             flat, given = self._program.flat, (*self._program.closed_over, *arrays)
-            return check_results(self._name(), flat, given, results, self._program.num_devices)
+            return check_results(self._program.name, flat, given, results, self._program.num_devices)
         emitted = self._own().emitted
         return check_program(emitted, at_values(emitted, arrays))
 
@@ -154,6 +154,7 @@ class Lowered(Stage):
         allows; `Report.sizes` has them. Integers are taken from arrays among the arguments given
         here, where sizes stay. See `gshard.prove`.
         """
+        given = self.arrays(args, kwargs) if args or kwargs else []
         lowered, same_plan = self, True
         sizes: dict[int, int] = {}
         if self.resized is not None and self._elements() > _SMALL:
@@ -161,7 +162,6 @@ class Lowered(Stage):
             tiles = tiles_by_size(self._own().arranged.seen.held)
             lowered, sizes, same_plan = reduced(self.resized, self, taken, tiles)
         emitted = lowered._own().emitted
-        given = [x for x in jax.tree.leaves((args, kwargs)) if _jax.is_array_like(x)]
         report = check_program(emitted, at_random(emitted, given))
         return replace(report, sizes=sizes, same_plan=same_plan)
 
@@ -290,8 +290,9 @@ class Lowered(Stage):
             return self._program
         raise ValueError(
             "partitioner='xla' leaves the partitioning to XLA's compiler, so there is no "
-            "per-device program to inspect: `collectives` has what it sends, by line, and `gshard "
-            "compare` both; omit the keyword to use gshard's own partitioner"
+            "per-device program to inspect: `collectives` has what it sends, by line, `check(*args)` "
+            "compares its results, and `gshard compare` both; omit the keyword to use gshard's own "
+            "partitioner"
         )
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:

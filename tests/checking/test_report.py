@@ -7,6 +7,7 @@ import pytest
 
 import gshard
 from gshard.moving import collectives
+from gshard.runtime.compiled import Compiled
 from tests.oracle import random_array
 
 D = 8
@@ -66,9 +67,35 @@ def test_what_xla_partitions(wrong, monkeypatch):
         *(args := (random_array((4, 16)), random_array((16, 5), seed=1)))
     )
     if wrong:
-        compiled = lowered.compile()
-        monkeypatch.setattr(lowered, "compile", lambda: lambda *a: (compiled(*a)[0], args[0][0]))
+        right = Compiled.run
+        monkeypatch.setattr(
+            Compiled, "run", lambda self, leaves: ([right(self, leaves)[0][0], args[0][0]], None)
+        )
     report = lowered.check(*args)
     assert report.ok != wrong
     assert not report.exact
     assert not wrong or report.first.operator == "reduce_sum"
+
+
+def test_static_arguments():
+    """They are no arrays of the program, wherever they are in a call."""
+
+    def fn(x, times, key):
+        for _ in range(times):
+            x = jnp.tanh(gshard.split(x, 0, D))
+        return x + jax.random.normal(key, x.shape)
+
+    args = random_array((16, 3)), 2, jax.random.key(0)
+    for find in (gshard.check, gshard.prove):
+        assert find(fn, *args, devices=D, static_argnums=1).exact
+
+
+def test_types_are_not_run():
+    """A check needs values, a proof types: of all arguments, or of none."""
+    given = jax.ShapeDtypeStruct((16, 3), jnp.float32)
+    lowered = gshard.jit(lambda x: gshard.split(x, 0, D) + 1, devices=D).lower(given)
+    with pytest.raises(TypeError, match=r"^float32\[16, 3\] is a type, .*: give arrays, or use prove"):
+        lowered.check(given)
+    with pytest.raises(TypeError, match=r"arrays of the types \(float32\[16, 3\]\), and was called"):
+        lowered.prove(given, given)
+    assert lowered.prove().exact
