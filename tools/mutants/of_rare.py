@@ -214,6 +214,46 @@ def _products_apart(a: Any, v: Any, b: Any, w: Any) -> Any:
     return split(a @ v, 0, 8) + 1, split(b @ w, 1, 8) + 1  # here
 
 
+@given(array(1600, 2), shows=["rows-scatter-when"], devices=16)
+def _windows_of_one_tile(x: Any) -> Any:
+    """One tile has the rows of more windows than there may be rounds, with rows between them."""
+    x = split(x * 2, 0, 16)
+    y = lax.reduce_window(x, -np.inf, lax.max, (2, 1), (3, 1), [(0, -1552), (0, 0)])  # here
+    return split(y, 0, 16) + 1
+
+
+@given(array(16, 40), shows=["available-reversed"])
+def _reversed_again(x: Any) -> Any:
+    """Rows are reversed where columns are split, while the operand is known by rows, too."""
+    a = split(jnp.tanh(x * 2), 0, 8)
+    y = split(jnp.flip(split(a, 1, 8), (0,)), 1, 8)
+    z = split(y, 0, 8)  # here
+    return a + 1, y + 1, z + 1
+
+
+@given(array(16, 40), shows=["again-concatenated"])
+def _concatenated_copies(x: Any) -> Any:
+    """Rows of copies that were concatenated need not be sent, but are others there."""
+    a, b = replicate(jnp.tanh(x * 2)), replicate(jnp.sin(x * 3))
+    z = jnp.tanh(split(jnp.concatenate([a, b], 0), 0, 8))
+    return z + 1, z[1:] - z[:-1]  # here
+
+
+@given(array(12, 2), array(12), shows=["sharding-compatible"])
+def _of_six_and_of_eight(x: Any, w: Any) -> Any:
+    """Rows are split over six devices, and columns over all."""
+    a, b = shard(x * 2, _SIX.reshape(3, 2))[:, 0], split(w * 2, 0, 2)
+    y = jnp.outer(a, b)  # here
+    return y + 1, y.sum(0) + 1, y.sum(1) + 1  # here
+
+
+@given(array(8, 4, 6), shows=["unreduced-reduced-dim"])
+def _mixed_while_unreduced(x: Any) -> Any:
+    x = shard(x * 2, np.arange(8).reshape(2, 4, 1))
+    y = x.sum(0).reshape(6, 4)  # here
+    return y.sum(1) + 1
+
+
 def _for_sixteen() -> None:
     gshard.prove(_again_for_eight, array(16, 6), devices=16)
 
