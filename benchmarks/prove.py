@@ -2,7 +2,8 @@
 
     python -m benchmarks.prove faults            # faults that are smaller than rounding
     python -m benchmarks.prove recipes           # the recipes' steps on 8 devices (or some)
-    python -m benchmarks.prove random            # 300 random programs with their gradients
+    python -m benchmarks.prove random            # 300 random programs with their gradients (or N),
+                                                 # and those of another seed (N SEED)
     python -m benchmarks.prove harness           # JAX's own cases of its operators, sharded
     python -m benchmarks.prove scripts A.py ...  # every call of gshard.jit that scripts make
     python -m benchmarks.prove paper             # the paper's MoE Transformer on 2048 devices
@@ -111,9 +112,9 @@ def of_random_programs(names: list[str]) -> Iterator[Proof]:
     from tests.programs.test_random_programs import program, random_programs
 
     found: list[tuple[Any, Any]] = []
-    count = int(names[0]) if names else 300
+    count, start = (int(n) for n in (*names, *("300", "0")[len(names) :]))
 
-    @seed(0)
+    @seed(start)
     @settings(max_examples=count, deadline=None, database=None, phases=[Phase.generate])
     @given(random_programs(), st.sampled_from([jnp.float32, jnp.bfloat16]))
     def draw(case: Any, dtype: Any) -> None:

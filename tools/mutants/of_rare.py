@@ -254,6 +254,14 @@ def _mixed_while_unreduced(x: Any) -> Any:
     return y.sum(1) + 1
 
 
+@given(array(16, 6), array(16, 6), shows=["available-inner"])
+def _moved_in_a_loop(x: Any, w: Any) -> Any:
+    """What is moved in a loop is not there after it."""
+    w = split(jnp.tanh(w * 2), 0, 8)
+    y = lax.fori_loop(0, 3, lambda i, c: c + split(w, 1, 2) * i, split(x * 2, 1, 2))
+    return y + 1, split(w, 1, 2) + 1  # here
+
+
 def _for_sixteen() -> None:
     gshard.prove(_again_for_eight, array(16, 6), devices=16)
 

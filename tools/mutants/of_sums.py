@@ -197,3 +197,16 @@ def _turned_product(a: Any, b: Any) -> Any:
     a = split(a * 2, 0, 8)
     y = (a @ b).T  # here
     return split(y, 1, 8) + 1
+
+
+@given(array(24, 3), array(24, 3), shows=["scan-first-block", "scan-shifted", "scan-last-row"])
+def _scanned_in_blocks(a: Any, b: Any) -> Any:
+    """`lax.associative_scan` of an operator that does not commute, in both directions."""
+
+    def after(first: Any, second: Any) -> Any:
+        return first[0] * second[0], first[1] * second[0] + second[1]
+
+    a, b = split(a * 2, 0, 8), split(b * 2, 0, 8)
+    y = lax.associative_scan(after, (a, b))[1]  # here
+    z = lax.associative_scan(after, (a, b), reverse=True)[1]  # here
+    return y + 1, z + 1
