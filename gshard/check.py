@@ -42,7 +42,7 @@ def prove(fun: Callable[..., Any], /, *shapes: Any, **keywords: Unpack[JitKeywor
 def _lowered(
     name: str, fun: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[Lowered, list[Any]]:
-    """A function for arguments like these, and those of them that are not static, one by one."""
+    """A function lowered for arguments like these, and the ones that are not static."""
     if isinstance(fun, Jitted) and keywords:
         given = ", ".join(keywords)
         raise TypeError(

@@ -142,8 +142,8 @@ class Lowered(Stage):
         arrays = self.arrays(args, kwargs)
         if not isinstance(self._program, Program):
             results, _ = self.compile().run(arrays)
-            flat, given = self._program.flat, (*self._program.closed_over, *arrays)
-            return check_results(self._program.name, flat, given, results, self._program.num_devices)
+            of, given = self._program, (*self._program.closed_over, *arrays)
+            return check_results(of.name, of.flat, given, results, of.num_devices)
         emitted = self._own().emitted
         return check_program(emitted, at_values(emitted, arrays))
 
@@ -290,9 +290,8 @@ class Lowered(Stage):
             return self._program
         raise ValueError(
             "partitioner='xla' leaves the partitioning to XLA's compiler, so there is no "
-            "per-device program to inspect: `collectives` has what it sends, by line, `check(*args)` "
-            "compares its results, and `gshard compare` both; omit the keyword to use gshard's own "
-            "partitioner"
+            "per-device program to inspect: `collectives` has what it sends, by line, `check` compares "
+            "its results, and `gshard compare` both partitioners; omit the keyword to use gshard's own"
         )
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:

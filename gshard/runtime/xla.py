@@ -190,9 +190,8 @@ def lower_with_xla(
     """Annotations become constraints for XLA; arguments have the shardings of gshard's plan."""
     if isinstance(order.devices, int):
         raise ValueError(
-            f"devices is {order.devices}, a number, and partitioner='xla' needs real devices, since "
-            "XLA partitions when it compiles: leave devices out for all, or give some of "
-            "jax.devices()"
+            f"devices is {order.devices}, and partitioner='xla' needs real devices, since XLA "
+            "partitions when it compiles: leave devices out for all, or give some of jax.devices()"
         )
     flat = inline(traced.jaxpr, order)
     current = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}

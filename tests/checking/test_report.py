@@ -94,8 +94,8 @@ def test_types_are_not_run():
     """A check needs values, a proof types: of all arguments, or of none."""
     given = jax.ShapeDtypeStruct((16, 3), jnp.float32)
     lowered = gshard.jit(lambda x: gshard.split(x, 0, D) + 1, devices=D).lower(given)
-    with pytest.raises(TypeError, match=r"^float32\[16, 3\] is a type, .*: give arrays, or use prove"):
+    with pytest.raises(TypeError, match=r"^float32\[16, 3\] is a type, .*: give arrays"):
         lowered.check(given)
-    with pytest.raises(TypeError, match=r"arrays of the types \(float32\[16, 3\]\), and was called"):
+    with pytest.raises(TypeError, match=r"of the types \(float32\[16, 3\]\), and was called"):
         lowered.prove(given, given)
     assert lowered.prove().exact
