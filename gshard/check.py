@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Unpack
 
 from gshard import _jax
@@ -22,8 +22,7 @@ def check(fun: Callable[..., Any], /, *args: Any, **keywords: Unpack[JitKeywords
     The arguments decide branches, routing and comparisons. Values that only exist in one of the
     programs are counted in `Report.not_compared`.
     """
-    lowered, arrays = _lowered("check", fun, args, keywords)
-    return lowered.check(*arrays)
+    return _found(Lowered.check, fun, args, keywords)
 
 
 @_jax.api_boundary
@@ -35,19 +34,16 @@ def prove(fun: Callable[..., Any], /, *shapes: Any, **keywords: Unpack[JitKeywor
     as the same plan allows, even ones stay even and uneven ones uneven; `Report.sizes` has them.
     Integers are those of arrays among `shapes` where sizes stay, and small random ones otherwise.
     """
-    lowered, arrays = _lowered("prove", fun, shapes, keywords)
-    return lowered.prove(*arrays)
+    return _found(Lowered.prove, fun, shapes, keywords)
 
 
-def _lowered(
-    name: str, fun: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> tuple[Lowered, list[Any]]:
-    """A function lowered for arguments like these, and the ones that are not static."""
+def _found(find: Callable[..., Report], fun: Any, args: tuple[Any, ...], keywords: Any) -> Report:
+    """What `find`, a method of a lowering, says of `fun` and those arguments that are arrays."""
     if isinstance(fun, Jitted) and keywords:
-        given = ", ".join(keywords)
+        name = find.__name__
         raise TypeError(
-            f"gshard.{name} was given a function of gshard.jit and the keywords {given}; give them "
-            f"to gshard.jit, or give gshard.{name} the function itself"
+            f"gshard.{name} was given a function of gshard.jit and the keywords "
+            f"{', '.join(keywords)}; give them to gshard.jit, or give gshard.{name} the function"
         )
     jitted = fun if isinstance(fun, Jitted) else jit(fun, **keywords)
-    return jitted.lower(*args), jitted.leaves(*args)
+    return find(jitted.lower(*args), *jitted.static_leaves(args, {})[1])

@@ -177,12 +177,12 @@ class Jitted(Generic[P, R]):
     @advising
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Partition for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
-        leaves = self.leaves(*args, **kwargs)
+        _, leaves = _jax.parse_arguments(self._known, args, kwargs)
         if any(map(_jax.is_ref, leaves)):
             of_values, values, _ = self._without_refs(args, kwargs)
             return of_values.lower(*values)
         if not all(map(_jax.is_array_like, leaves)):
-            static, arrays = self._static_leaves(args, kwargs)
+            static, arrays = self.static_leaves(args, kwargs)
             with called_with(self._fun, args, kwargs):
                 return self._for_leaves(static)._lower_arrays(tuple(arrays), {}, arrays, static)
         return self._lower_arrays(args, kwargs, leaves)
@@ -194,7 +194,7 @@ class Jitted(Generic[P, R]):
         With symbolic dims, which JAX cannot run inside of manual regions, it is the program with
         sharding constraints instead, for XLA to partition when a size is known.
         """
-        leaves = self.leaves(*args, **kwargs)
+        _, leaves = _jax.parse_arguments(self._known, args, kwargs)
         if symbolic(leaves) is None:
             return self.lower(*args, **kwargs).logical()
         inlined = jax.jit(lambda *args, **kwargs: self._inlined(args, kwargs, leaves))
@@ -204,10 +204,6 @@ class Jitted(Generic[P, R]):
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The shapes and types of the results."""
         return jax.eval_shape(self, *args, **kwargs)
-
-    def leaves(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """The arguments of a call that are not static, one by one."""
-        return _jax.parse_arguments(self._known, args, kwargs)[1]
 
     def clear_cache(self) -> None:
         """Drop the compiled programs of this function."""
@@ -229,13 +225,13 @@ class Jitted(Generic[P, R]):
 
         Returns the results, and the data with which later calls bypass Python.
         """
-        leaves = self.leaves(*args, **kwargs)
+        _, leaves = _jax.parse_arguments(self._known, args, kwargs)
         if _jax.is_tracing() or any(map(_jax.is_tracer, leaves)):
             return self._inlined(args, kwargs, leaves), None, False
         if any(map(_jax.is_ref, leaves)):
             return self._on_refs(args, kwargs), None, False
         if not all(map(_jax.is_array_like, leaves)):
-            static, arrays = self._static_leaves(args, kwargs)
+            static, arrays = self.static_leaves(args, kwargs)
             return self._for_leaves(static)(*arrays), None, False
         traced, order, mesh = self._trace(args, kwargs, leaves)
         if refs := refs_of(traced):
@@ -338,9 +334,10 @@ class Jitted(Generic[P, R]):
 
     # ------------------------------------------------------------ arguments that are not arrays
 
-    def _static_leaves(
+    def static_leaves(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[StaticLeaves, list[Any]]:
+        """The arguments of a call that are static, and the arrays, one by one."""
         return StaticLeaves.of(
             args, kwargs, self._known.static_argnums, self._known.static_argnames
         )
@@ -374,7 +371,7 @@ class Jitted(Generic[P, R]):
 
         The values are donated to it, and it returns the new ones beside the results.
         """
-        static, leaves = self._static_leaves(args, kwargs)
+        static, leaves = self.static_leaves(args, kwargs)
         refs = {i: x for i, x in enumerate(leaves) if _jax.is_ref(x)}
         values = [_jax.ref_value(x) if i in refs else x for i, x in enumerate(leaves)]
         key = (static, tuple(refs))

@@ -234,8 +234,6 @@ def _variables(
 
 DRAWS = 3  # points, at most, where decisions by floats are too near a tie
 
-Points = Iterator[Sequence[Value]]  # the arguments of a program at random points
-
 
 def at_values(emitted: Emitted, arguments: Sequence[Any]) -> Iterator[list[Value]]:
     """The user's arguments, with random elements of the field."""
@@ -272,7 +270,7 @@ def _random(aval: Any, given: Any, rng: np.random.Generator) -> Value:
 
 
 @np.errstate(all="ignore")  # infinities and NaNs of the program are values like others
-def check_program(emitted: Emitted, points: Points) -> Report:
+def check_program(emitted: Emitted, points: Iterator[Sequence[Value]]) -> Report:
     """Run both programs on one of the points, and compare every value of the user's."""
     ties = 0
     for draw, arguments in enumerate(points):

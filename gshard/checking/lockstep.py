@@ -121,10 +121,6 @@ class Lockstep:
         self.count = math.prod(self.sizes.values())
         self.numbers = numbers
 
-    def finish(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
-        """Run a program to its end: its results."""
-        return ended(self.run(closed, args))
-
     def run(
         self,
         closed: ClosedJaxpr,

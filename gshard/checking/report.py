@@ -135,7 +135,7 @@ class Report:
         for line in self.lines.values():
             if line.rounded:
                 rounded[line.operator] += line.rounded
-        proved = sum(line.compared - line.rounded for line in self.lines.values())
+        proved = sum(line.proved for line in self.lines.values())
         return Covered(proved, dict(rounded), dict(self.not_compared))
 
     @property

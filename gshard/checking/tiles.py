@@ -39,10 +39,9 @@ Place = tuple[slice, ...]  # where in the whole array a tile belongs
 def logical(value: Any) -> Any:
     """An argument as one array on the host, whatever devices hold it; keys stay keys."""
     if isinstance(value, jax.ShapeDtypeStruct):
-        raise TypeError(
-            f"{value.dtype}{list(value.shape)} is a type, and both programs run on values: give "
-            "arrays, or use prove, for which types are enough"
-        )
+        given = f"{value.dtype}{list(value.shape)}"
+        hint = "give arrays, or use prove, for which types are enough"
+        raise TypeError(f"{given} is a type, and both programs run on values: {hint}")
     if isinstance(value, UnevenArray):
         value = value.logical()
     return value if is_key(value) else np.asarray(value)

@@ -155,8 +155,7 @@ class Lowered(Stage):
         here, where sizes stay. See `gshard.prove`.
         """
         given = self.arrays(args, kwargs) if args or kwargs else []
-        lowered, same_plan = self, True
-        sizes: dict[int, int] = {}
+        lowered, same_plan, sizes = self, True, dict[int, int]()
         if self.resized is not None and self._elements() > _SMALL:
             taken = sorted({n for shape, _ in self.trees.types for n in shape}, reverse=True)
             tiles = tiles_by_size(self._own().arranged.seen.held)
@@ -290,8 +289,8 @@ class Lowered(Stage):
             return self._program
         raise ValueError(
             "partitioner='xla' leaves the partitioning to XLA's compiler, so there is no "
-            "per-device program to inspect: `collectives` has what it sends, by line, `check` compares "
-            "its results, and `gshard compare` both partitioners; omit the keyword to use gshard's own"
+            "per-device program to inspect: `collectives` has what it sends, by line, `check` "
+            "compares results, `gshard compare` has both; omit the keyword for gshard's partitioner"
         )
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:

@@ -189,10 +189,8 @@ def lower_with_xla(
 ) -> XlaProgram:
     """Annotations become constraints for XLA; arguments have the shardings of gshard's plan."""
     if isinstance(order.devices, int):
-        raise ValueError(
-            f"devices is {order.devices}, and partitioner='xla' needs real devices, since XLA "
-            "partitions when it compiles: leave devices out for all, or give some of jax.devices()"
-        )
+        hint = "leave devices out for all there are, or give some of jax.devices()"
+        raise ValueError(f"partitioner='xla' needs real devices, not {order.devices}: {hint}")
     flat = inline(traced.jaxpr, order)
     current = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
     shardings = propagate(flat, order.count, current).shardings

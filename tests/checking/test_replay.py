@@ -13,7 +13,7 @@ import gshard
 from gshard.checking import on_host
 from gshard.checking.collectives import run_collective
 from gshard.checking.exact.number import spread
-from gshard.checking.lockstep import DivergedError, Lockstep
+from gshard.checking.lockstep import DivergedError, Lockstep, ended
 from gshard.checking.replay import FLOATS, DeviceTile
 from gshard.checking.tiles import Tiling
 from gshard.tensors.sharding import Sharding
@@ -260,7 +260,7 @@ def test_collectives_do_what_the_compiled_ones_do():
     x = random_array((D * 8, 3), np.int32)
     body = jax.make_jaxpr(fn, axis_env=[("a", 2), ("b", 4)])(x[:8])
     machine = Lockstep({"a": 2, "b": 4}, FLOATS)
-    results = [spread(r, D) for r in machine.finish(body, [np.stack(np.split(x, D))])]
+    results = [spread(r, D) for r in ended(machine.run(body, [np.stack(np.split(x, D))]))]
     assert len(results) == len(jax.jit(mapped)(x))
     for tiles, wanted in zip(results, jax.jit(mapped)(x), strict=True):
         np.testing.assert_array_equal(np.concatenate(tiles), np.asarray(wanted))

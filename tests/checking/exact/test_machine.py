@@ -9,7 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from gshard.checking.audit import EXACT
 from gshard.checking.exact.number import Exact, constant, of_array, plain
-from gshard.checking.lockstep import Lockstep
+from gshard.checking.lockstep import Lockstep, ended
 
 D = 4
 X = np.random.default_rng(0).integers(-4, 5, (D, 3, 5, 4)).astype(np.float32)
@@ -23,7 +23,7 @@ def run(fn, *args):
     """The results of all devices, as exact numbers, by one run for all of them."""
     closed = jax.make_jaxpr(fn)(*(a[0] for a in args))
     with np.errstate(all="ignore"):
-        return closed, Lockstep({"a": D}, EXACT).finish(closed, [of_array(a) for a in args])
+        return closed, ended(Lockstep({"a": D}, EXACT).run(closed, [of_array(a) for a in args]))
 
 
 MOVED = {
@@ -125,9 +125,8 @@ def test_random_bits():
 
     keys, numbers = jax.random.split(jax.random.key(3), D), np.arange(D, dtype=np.int32)
     closed = jax.make_jaxpr(fn)(keys[0], numbers[0])
-    found = Lockstep({"a": D}, EXACT).finish(
-        closed, [np.asarray(jax.random.key_data(keys)), numbers]
-    )
+    given = [np.asarray(jax.random.key_data(keys)), numbers]
+    found = ended(Lockstep({"a": D}, EXACT).run(closed, given))
     for got, right in zip(found, jax.vmap(fn)(keys, numbers), strict=True):
         np.testing.assert_array_equal(plain(got), np.asarray(right))
 
@@ -157,6 +156,6 @@ def test_floats_of_unknown_functions():
     functions = [lax.tanh, lax.lgamma, lax.erf_inv, lax.bessel_i0e, lambda x: lax.igamma(x, x + 1)]
     for fn in functions:
         closed = jax.make_jaxpr(fn)(x)
-        (got,) = Lockstep({"a": 1}, EXACT).finish(closed, [of_array(x[None])])
+        (got,) = ended(Lockstep({"a": 1}, EXACT).run(closed, [of_array(x[None])]))
         with jax.enable_x64(True):
             np.testing.assert_allclose(got.f[0], fn(x.astype(np.float64)), rtol=1e-12)
