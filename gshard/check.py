@@ -40,10 +40,9 @@ def prove(fun: Callable[..., Any], /, *shapes: Any, **keywords: Unpack[JitKeywor
 def _found(find: Callable[..., Report], fun: Any, args: tuple[Any, ...], keywords: Any) -> Report:
     """What `find`, a method of a lowering, says of `fun` and those arguments that are arrays."""
     if isinstance(fun, Jitted) and keywords:
-        name = find.__name__
         raise TypeError(
-            f"gshard.{name} was given a function of gshard.jit and the keywords "
-            f"{', '.join(keywords)}; give them to gshard.jit, or give gshard.{name} the function"
+            f"gshard.{find.__name__} was given a function of gshard.jit and the keywords "
+            f"{', '.join(keywords)}; give them to gshard.jit, or the function without it"
         )
     jitted = fun if isinstance(fun, Jitted) else jit(fun, **keywords)
     return find(jitted.lower(*args), *jitted.static_leaves(args, {})[1])
