@@ -338,9 +338,8 @@ class Jitted(Generic[P, R]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[StaticLeaves, list[Any]]:
         """The arguments of a call that are static, and the arrays, one by one."""
-        return StaticLeaves.of(
-            args, kwargs, self._known.static_argnums, self._known.static_argnames
-        )
+        known = self._known
+        return StaticLeaves.of(args, kwargs, known.static_argnums, known.static_argnames)
 
     def _for_leaves(self, static: StaticLeaves) -> Jitted[..., Any]:
         """This function with these non-array leaves bound: a function of arrays only."""
