@@ -44,12 +44,14 @@ class Costs:
         inputs, fixed = layer.forward.in_avals[sum(counts) :], layer.forward.in_avals[: sum(counts)]
         ahead, behind, late = map(seconds, (layer.forward, layer.backward, layer.weights))
         saved, kept = layer.forward.out_avals[len(inputs) :], layer.backward.out_avals
-        kept = held(kept[len(floats(inputs)) :])
-        slow = 2 * kept / (machine.memory_bandwidth * machine.efficiency.memory)  # into slots
+        kept, weights = held(kept[len(floats(inputs)) :]), held(fixed[counts[0] :])
+        rate = machine.memory_bandwidth * machine.efficiency.memory
+        slow, row = 2 * kept / rate, weights / rate  # in and out of slots; of a layer's weights
+        ahead, behind, late = ahead + 2 * row, behind + 2 * row, late + 3 * row  # taken, or added
         times = (0.0, ahead, behind + slow, late + slow, seconds(head), behind + late)
         return Costs(
-            times, held(inputs), held(saved), kept, held(fixed[counts[0] :]),
-            machine.sent_per_second, machine.cost_model.latency,
+            times, held(inputs), held(saved), kept, weights, machine.sent_per_second,
+            machine.cost_model.latency,
         )  # fmt: skip
 
     def step_seconds(self, pipe: Pipe) -> float:

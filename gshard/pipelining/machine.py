@@ -79,14 +79,11 @@ class Machine:
             return (state._replace(inbox=inbox), batch), None
 
         table = np.stack(leaves, -1).astype(np.int32).swapaxes(0, 1)
-        stages, count = np.arange(self.pipe.schedule.stages), self.pipe.schedule.microbatches
-        own = jnp.asarray(table)[self.place.lookup(np.repeat(stages, self._per_stage))]
+        devices, schedule = np.arange(self.place.num_devices), self.pipe.schedule
+        own = jnp.asarray(table)[self.place.lookup(devices * schedule.stages // len(devices))]
         (end, batch), _ = lax.scan(tick, self._start(), own)
-        return [*end.scores, *end.closures, *end.weights, *(x[:count] for x in batch)]
-
-    @property
-    def _per_stage(self) -> int:
-        return self.place.num_devices // self.pipe.schedule.stages
+        batch = [x[: schedule.microbatches] for x in batch]
+        return [*end.scores, *end.closures, *end.weights, *batch]
 
     def _start(self) -> tuple[State, Arrays]:
         """Empty slots, sums of nothing, and what leaves the pipeline, by microbatch.
@@ -211,8 +208,8 @@ class Machine:
         """`run`, so many `times`, in a tick that does one of `ops`, `among` those that get here.
 
         A loop of no or one run updates what it changes in place: a conditional would copy what its
-        branches return, in ticks of other operations as well. Forecasts count its runs on the
-        busiest stage, and on those that others wait for.
+        branches return, in ticks of other operations as well. Forecasts count its runs on one
+        stage, that with most layers to run of those that do it, and on those that others wait for.
         """
 
         def count(row: Row) -> Any:
@@ -221,7 +218,8 @@ class Machine:
         op, table = self.pipe.routes.rows.op, count(self.pipe.routes.rows)
         if not table.any():
             return state
-        busiest, slowest = table.sum(0).argmax(), self.pipe.routes.critical[:, None]
+        work = self.pipe.routes.rows.layers.sum(0) * table.any(0)
+        busiest, slowest = work.argmax(), self.pipe.routes.critical[:, None]
         (own, waited), (around, beside) = (
             (int(each[:, busiest].sum()), int(np.take_along_axis(each, slowest, 1).sum()))
             for each in (table, np.isin(op, among or op))
@@ -250,7 +248,8 @@ class Machine:
         busiest = Counter(a for n in sends for a, _ in sets[n]).most_common(1)[0][0]
         counts = np.bincount(sends, minlength=len(sets)).tolist()
         own = [n * (busiest in dict(pairs)) for n, pairs in zip(counts, sets, strict=True)]
-        size, reason = self._per_stage, Reason("step", "pipeline", f"microbatches handed {name}")
+        reason = Reason("step", "pipeline", f"microbatches handed {name}")
+        size = self.place.num_devices // self.pipe.schedule.stages
 
         def permute(pairs: Pairs, arrays: Arrays) -> Arrays:
             devices = [(a * size + d, b * size + d) for a, b in pairs for d in range(size)]
@@ -264,8 +263,8 @@ class Machine:
 
 def put(buffers: Arrays, values: Arrays, row: Any) -> Arrays:
     """The buffers with values in a row of each."""
-    pairs = ((b, v.reshape(b.shape[1:])) for b, v in zip(buffers, values, strict=True))
-    return [lax.dynamic_update_index_in_dim(*pair, row, 0, **_FIRST) for pair in pairs]
+    pairs = ((b, v.reshape(1, *b.shape[1:])) for b, v in zip(buffers, values, strict=True))
+    return [lax.dynamic_update_slice_in_dim(*pair, row, 0, **_FIRST) for pair in pairs]
 
 
 def taken(buffers: Arrays, row: Any) -> Arrays:

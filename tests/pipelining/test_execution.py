@@ -216,6 +216,23 @@ def test_what_a_lowered_program_says_of_its_pipelines():
     assert 'class="op-W"' in lowered.page()
 
 
+def test_what_layers_send_is_that_of_one_stage():
+    """By zb-h1 a stage does B and W apart for other microbatches than the next: 1F1B never does."""
+
+    def block(w, x):
+        return dense({"in": gshard.split(w["in"], 1, 2), "out": gshard.split(w["out"], 0, 2)}, x)
+
+    sent = []
+    for name in ("1f1b", "zb-h1"):
+        step = jax.grad(piped(block, stages=2, microbatches=8, schedule=name))
+        lowered = gshard.jit(step, devices=4).lower(*make_dense(layers=4, batch=32))
+        sums = [c for c in lowered.collectives if c.group_size == 2 and "handed" not in str(c.why)]
+        sent.append(sum(c.total_bytes for c in sums))
+        products = [t for t in lowered.forecast("h100").operators if t.name == "dot_general"]
+        assert sum(t.count for t in products) == 6 * 2 * 8  # of two layers
+    assert sent[0] == sent[1] > 0
+
+
 def test_permutes_are_in_cliques_of_their_own_on_gpus_where_xla_can():
     """Two stages are the same pairs in all ticks; XLA hangs where these differ (xla 44530).
 
