@@ -22,6 +22,7 @@ from gshard.errors import nearest
 from gshard.forecast.compilers import COMPILERS
 from gshard.forecast.topology import Network, Switch, Torus
 from gshard.moving.costs import CostModel
+from gshard.untrusted import printable, read_text, short_repr
 
 _MACHINES = Path(__file__).parent / "machines"
 
@@ -149,32 +150,59 @@ def hardware(name: str | Path | Hardware) -> Hardware:
 
 def several(text: str) -> tuple[int, Hardware]:
     """`64 x h100` as a number of devices and what they are."""
-    match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(.+?)\s*", text)
+    match = re.fullmatch(r"\s*([1-9][0-9]{0,6})\s*[xX*]\s*(.+?)\s*", text)
     if match is None:
         raise ValueError(f"the devices are {text!r}; write a number and a name, as in 8xh100")
     return int(match[1]), hardware(match[2])
 
 
 def read(path: Path) -> Hardware:
-    """Hardware from a TOML file; a misspelt key is an error."""
-    text = tomllib.loads(path.read_text(encoding="utf-8"))
-    wanted = {f.name for f in fields(Hardware)}
-    _check(path, set(text), wanted, wanted - {"efficiency", "compiler"})
-    _check(path, set(text["network"]), {"kind", *_names(Network)}, {"kind"})
-    if text.get("compiler", "gpu") not in COMPILERS:
-        allowed = tuple(COMPILERS)
-        raise ValueError(f"{path}: compiler is {text['compiler']!r}; allowed are {allowed}")
-    efficiency = text.get("efficiency", {})
-    _check(path, set(efficiency), _names(Efficiency), set())
-    return Hardware(
-        text["name"],
-        {k: float(v) for k, v in text["flops"].items()},
-        int(text["memory"]),
-        float(text["memory_bandwidth"]),
-        Network(**text["network"]),
-        Efficiency(**efficiency),
-        text.get("compiler", "gpu"),
-    )
+    """Hardware from a TOML file; a misspelt key, or a value that none has, is an error."""
+    try:
+        text = tomllib.loads(read_text(path))
+    except (OSError, RecursionError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as TOML: {error}") from None
+    made: Hardware = _made(path, "the file", Hardware, text)
+    _check(path, set(), set(), {"flops.float32"} - {f"flops.{dtype}" for dtype in made.flops})
+    for name, value, allowed in (
+        ("compiler", made.compiler, tuple(COMPILERS)),
+        ("network.kind", made.network.kind, ("switch", "torus")),
+        ("network.dims", made.network.dims, range(1, 7)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{path}: {name} is {value!r}; allowed are {tuple(allowed)}")
+    return made
+
+
+def _made(path: Path, where: str, kind: type, given: Any) -> Any:
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: {where} is {short_repr(given)}; it has to be a table")
+    known = {f.name: f for f in fields(kind)}
+    needed = {name for name, f in known.items() if f.default is f.default_factory}  # no default
+    _check(path, set(given), set(known), needed)
+    of = {name: (known[name].type, known[name].default) for name in given}
+    return kind(**{name: _value(path, name, given[name], *of[name]) for name in given})
+
+
+def _value(path: Path, name: str, given: Any, kind: Any, default: Any = None) -> Any:
+    """The value of a field of this type; numbers are above 0 where that is not the default."""
+    if tables := {"Network": Network, "Efficiency": Efficiency}.get(kind):
+        return _made(path, name, tables, given)
+    if name == "flops":
+        rates = given.items() if isinstance(given, dict) else [("", given)]
+        return {dtype: _value(path, f"flops.{dtype}", rate, "float") for dtype, rate in rates}
+    if kind == "str" and isinstance(given, str):
+        return printable(given)
+    if kind == "bool" and isinstance(given, bool):
+        return given
+    least = 0.0 if default == 0 else 1e-30
+    is_number = kind in ("int", "float") and type(given) in (int, float) and least <= given < 1e30
+    if is_number and (kind == "float" or given == int(given)):
+        return int(given) if kind == "int" else float(given)
+    number = f"number {'above' if least else 'of at least'} 0"
+    allowed = {"str": "text", "bool": "true or false", "int": f"a whole {number}"}
+    what = allowed.get(kind, f"a {number}")
+    raise ValueError(f"{path}: {name} is {short_repr(given)}; it has to be {what}")
 
 
 def present(device: jax.Device | None = None) -> Hardware:

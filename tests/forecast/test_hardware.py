@@ -1,10 +1,13 @@
 """Machines are data: every file reads, mistakes say what would work."""
 
+import os
+import re
+
 import jax
 import pytest
 
 from gshard.forecast import measure
-from gshard.forecast.hardware import Hardware, hardware, known, present, read, several
+from gshard.forecast.hardware import _MACHINES, Hardware, hardware, known, present, read, several
 
 
 @pytest.mark.parametrize("name", known())
@@ -46,7 +49,7 @@ def test_names_as_people_write_them(spelt, name):
     assert several(f"8x{spelt}") == (8, hardware(name))
 
 
-@pytest.mark.parametrize("given", ["h100", "8", "x h100"])
+@pytest.mark.parametrize("given", ["h100", "8", "x h100", "0xh100", f"{'9' * 5000}xh100"])
 def test_devices_are_a_number_and_a_name(given):
     with pytest.raises(ValueError, match="write a number and a name, as in 8xh100"):
         several(given)
@@ -75,6 +78,37 @@ def test_a_mistake_in_a_file_is_named(tmp_path, line, said):
         '[network]\nkind = "switch"\n'
     )
     with pytest.raises(ValueError, match=said):
+        read(path)
+
+
+H200 = (_MACHINES / "h200.toml").read_text()
+NUMBERS = [line for line in H200.splitlines() if re.match(r"\w+ = [0-9]", line)]
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", '"\\u001b"', "[]", "{}", "true", "1" * 400])
+def test_a_value_that_no_hardware_has_is_one_line(tmp_path, value):
+    path = tmp_path / "mine.toml"
+    for line in NUMBERS:
+        path.write_text(H200.replace(line, f"{line.partition(' ')[0]} = {value}"))
+        with pytest.raises(ValueError, match=r"^\S+mine.toml: .* has to be a .*number .* 0$"):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xff", b"hello", b"x = " + b"[" * 20_000, None, b"network = 3", b"flops = 3",
+        re.sub(r"(?m)^float32 = .*", "", H200).encode(), H200.replace("switch", "ring").encode(),
+        re.sub("kind = .*", 'kind = "torus"\ndims = 1000000', H200).encode(),
+    ],
+)  # fmt: skip
+def test_whatever_a_file_holds_it_is_one_line(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    if text is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(text)
+    with pytest.raises(ValueError, match=r"^\S+mine.toml.* .+$"):
         read(path)
 
 
