@@ -13,11 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jax.extend.core import Primitive
-
-# A tensor painted with windows of its operands: `layers`, whose sources are numbers of operands.
-row_map_p = Primitive("row_map")
-
 
 class Axis(NamedTuple):
     """`rows` rows of the result, from `at` on, `step` apart: rows of the source's `dim`.

@@ -24,7 +24,6 @@ from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.nodes import TensorNode, communicate
 from gshard.moving.row_windows import (
-    Numbers,
     RowPlan,
     Runs,
     Windows,
@@ -69,24 +68,6 @@ class Halo(TensorNode):
         starts = self.windows.starts
         shown = [*map(str, starts[:3]), *("..." for _ in starts[3:4])]
         return f"{self.windows.width} rows of dim {self.dim} from {', '.join(shown)} on"
-
-
-def fetch(
-    place: Place,
-    tile: Tile,
-    dim: int,
-    starts: Numbers,
-    width: int,
-    reason: Reason,
-    only: tuple[int, int] | None = None,
-) -> jax.Array:
-    """Rows `starts[c]` to `starts[c] + width` of the logical `dim` on the holders of tile c.
-
-    If `only` some rows are needed, the others are garbage as well. A repeated request moves
-    nothing.
-    """
-    windows = Windows.of(Runs.of(tile, dim).only(only), tile.array.shape[dim], starts, width)
-    return align(place, tile.array, tile.sharding, dim, windows, reason)
 
 
 def align(

@@ -10,17 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
-from gshard.graph.row_map import Axis, entire, row_map_p, through, visible
 from gshard.moving import halo
 from gshard.moving.costs import STEP_COST, worked
 from gshard.moving.row_windows import Runs, Windows, plan_windows
@@ -44,7 +42,6 @@ REARRANGING = (
     p.bitcast_convert_type_p,
     p.iota_p,
     p.rev_p,
-    row_map_p,
 )
 
 
@@ -139,8 +136,6 @@ class Made(NamedTuple):
 
     def operands_under(self, target: Sharding) -> list[Sharding] | None:
         """The shardings of the operands for which the result has `target`."""
-        if self.eqn.primitive is row_map_p:  # which may need few of their rows
-            return None
         if target.is_replicated:  # any operator on replicated values
             return [Sharding.replicated(t.sharding.rank, target.num_devices) for t in self.operands]
         dims = self.dims()
@@ -164,7 +159,8 @@ class Made(NamedTuple):
 class Rows:
     """Rows `starts[c]` to `starts[c] + width` of a tile's dim, for the holders of tile c.
 
-    If `only` some rows of the dim are needed, the others are garbage.
+    An unsplit dim has the tiles of `split` instead of its own. If `only` some rows of the dim are
+    needed, the others are garbage.
     """
 
     tile: Tile
@@ -172,6 +168,19 @@ class Rows:
     starts: np.ndarray
     width: int
     only: tuple[int, int] | None = None
+    split: Split | None = None
+
+    @property
+    def windows(self) -> Windows:
+        """The windows that tiles need of each other."""
+        held = Runs.of(self.tile, self.dim).only(self.only)
+        return Windows.of(held, self.tile.array.shape[self.dim], self.starts, self.width)
+
+    def own(self, numbers: np.ndarray) -> np.ndarray:
+        """For every device the number of its tile, of some that tiles have."""
+        split = self.split or self.tile.sharding.splits[self.dim]
+        assert split
+        return numbers[split.own]
 
 
 def fetch(
@@ -184,14 +193,13 @@ def fetch(
     only: tuple[int, int] | None = None,
     split: Split | None = None,
 ) -> jax.Array:
-    """`halo.fetch`, or the same rows recomputed from fewer bytes of the operands.
+    """Rows `starts[c]` to `starts[c] + width` of the logical `dim` on the holders of tile c.
 
-    For the tiles of `split`, if given: all devices have the rows of an unsplit dim.
+    They are sent, or recomputed from fewer bytes of the operands. For the tiles of `split`, if
+    given: all devices have the rows of an unsplit dim. If `only` some rows are needed, the others
+    are garbage as well. A repeated request moves nothing.
     """
-    if split and tile.sharding.splits[dim] is None:
-        first = np.asarray(starts)[np.maximum(split.coords, 0)]
-        return halo.window(place, tile.array, dim, first, width)
-    rows = Rows(tile, dim, np.asarray(starts, np.int64), width, only)
+    rows = Rows(tile, dim, np.asarray(starts, np.int64), width, only, split)
     _, make = _cheapest(place, rows, DEPTH)
     return make(reason)
 
@@ -199,21 +207,26 @@ def fetch(
 _Way = tuple[float, Callable[[Reason], jax.Array]]  # its cost, and its parts
 
 
-def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
+def _cheapest(place: Place, rows: Rows | Tile, depth: int) -> _Way:
+    """The cheapest way to get rows, or a tensor that is broadcast along their dim."""
+    if isinstance(rows, Tile):
+        array = rows.array
+        return 0.0, lambda reason: array
     tile, dim = rows.tile, rows.dim
+    if tile.sharding.splits[dim] is None:
+        first = rows.own(rows.starts)
+        return 0.0, lambda reason: halo.window(place, tile.array, dim, first, rows.width)
 
     def directly(reason: Reason) -> jax.Array:
-        return halo.fetch(place, tile, dim, rows.starts, rows.width, reason, rows.only)
+        return halo.align(place, tile.array, tile.sharding, dim, rows.windows, reason)
 
     made = tile.value.made if tile.value else None
     if made is None or not depth or made.eqn.primitive is p.rev_p or not made.gives(tile):
         return _sent(rows), directly
-    if made.eqn.primitive is row_map_p:
-        return _painted_border(place, made, rows, depth) or (_sent(rows), directly)
     direct, total, ways = _sent(rows), 0.0, []
     needed = _needed(made, rows) if direct else None
     for need in needed or ():
-        cost, way = _rows_of_operand(place, need, rows, depth)
+        cost, way = _cheapest(place, need, depth - 1)
         total += cost
         ways.append(way)
     if needed is None or total >= direct:
@@ -228,73 +241,17 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
             width = need.width * step
         local[dim] = width
         x = made.run([way(reason) for way in ways], local)
-        split = tile.sharding.splits[dim]
-        assert split
-        first = (rows.starts % step)[np.maximum(split.coords, 0)]
+        first = rows.own(rows.starts % step)
         return halo.window(place, x, dim, first, rows.width) if width > rows.width else x
 
     return total, recompute
 
 
-def _painted_border(place: Place, made: Made, rows: Rows, depth: int) -> _Way | None:
-    """The one row that tiles need of their neighbours, from the tensor that it was painted with.
-
-    In a recursion that interleaves rows, the last row of a tile is the same on every level: it is
-    sent once, for the level with the fewest rows. None if it is of several tensors.
-    """
-    tile, dim, local = rows.tile, rows.dim, rows.tile.array.shape[rows.dim]
-    tiles, first = len(rows.starts), rows.starts - np.arange(len(rows.starts)) * local
-    before, behind = -int(first[0]), int(first[0]) + rows.width - local
-    if tiles < 2 or (first != first[0]).any() or max(before, 0) + max(behind, 0) != 1:
-        return None
-    border = entire(0, tile.shape).along(
-        dim, Axis(0, tiles - 1, dim, 1, local), local - (before > 0)
-    )
-    found = visible(through(border, made.eqn.params["layers"]))
-    if len(found) != 1 or found[0].size != border.size or found[0].is_constant:
-        return None
-    (layer,) = found
-    source, start = made.operands[layer.source], layer.base[dim]
-    every = source.array.shape[dim]
-    if source.sharding is not tile.sharding or not source.is_standard or every >= local:
-        return None
-    if tiles > 2 and layer.axes[dim].stride != every:
-        return None
-    if any(layer.base[d] or n != tile.shape[d] for d, n in enumerate(source.shape) if d != dim):
-        return None
-    starts = start + (np.arange(tiles) - (before > 0)) * every
-    only = (start, start + (tiles - 2) * every + 1)
-    cost, fetched = _cheapest(place, Rows(source, dim, starts, 1, only), depth)
-
-    def make(reason: Reason) -> jax.Array:
-        low = max(-before, 0)
-        own = lax.slice_in_dim(tile.array, low, low + rows.width - 1, axis=dim)
-        parts = [fetched(reason), own] if before > 0 else [own, fetched(reason)]
-        return lax.concatenate(parts, dim)
-
-    return cost, make
-
-
 def _sent(rows: Rows) -> float:
     """Bytes that a device sends to fetch rows directly."""
-    tile, dim = rows.tile, rows.dim
-    local = tile.array.shape[dim]
-    held = Runs.of(tile, dim).only(rows.only)
-    plan = plan_windows(Windows.of(held, local, rows.starts, rows.width))
-    row = tile.nbytes // max(local, 1)
+    plan = plan_windows(rows.windows)
+    row = rows.tile.nbytes // max(rows.tile.array.shape[rows.dim], 1)
     return plan.sent * row + STEP_COST * plan.steps if plan.sent else 0.0
-
-
-def _rows_of_operand(place: Place, need: Any, rows: Rows, depth: int) -> _Way:
-    """The rows of an operand that are needed, or all of it if it is broadcast along the dim."""
-    split = rows.tile.sharding.splits[rows.dim]
-    assert split
-    if not isinstance(need, Rows):
-        return 0.0, lambda reason: need.array
-    if need.tile.sharding.splits[need.dim] is not None:
-        return _cheapest(place, need, depth - 1)
-    starts = need.starts[np.maximum(split.coords, 0)]
-    return 0.0, lambda reason: halo.window(place, need.tile.array, need.dim, starts, need.width)
 
 
 def _needed(made: Made, rows: Rows) -> list[Rows | Tile] | None:
@@ -318,7 +275,8 @@ def _needed(made: Made, rows: Rows) -> list[Rows | Tile] | None:
             if here is not there and not whole:
                 return None
         if dim in named:
-            found.append(Rows(tile, named.index(dim), rows.starts, rows.width, rows.only))
+            split = rows.split or rows.tile.sharding.splits[dim]
+            found.append(replace(rows, tile=tile, dim=named.index(dim), split=split))
         else:
             found.append(tile)
     return found

@@ -109,7 +109,7 @@ class Slice(Step):
     def _run(self, place: Place, tile: Tile, reason: Reason) -> Tile:
         for dim, new, rows, factor in self._cuts():
             tile = retiled(place, tile, dim, rows * factor, reason)
-            start = place.lookup(np.maximum(new.coords, 0) % factor * rows)
+            start = place.lookup(new.own % factor * rows)
             array = lax.dynamic_slice_in_dim(tile.array, start, rows, dim)
             tile = Tile(array, tile.sharding.replace(dim, new), tile.shape)
         return tile

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -192,7 +191,7 @@ def _own_nodes(place: Place, tile: Tile, axis: int, split: Split) -> Tile:
         nodes = lax.expand_dims(neighbours(leaves, axis, lax.add), [axis])
     else:
         pads = [(1, count % 2 + 1, 0) if d == axis else (0, 0, 0) for d in range(leaves.ndim)]
-        first = 1 - (np.maximum(split.coords, 0) * count) % 2
+        first = 1 - (split.own * count) % 2
         width = count + 1 + (count + 1) % 2
         shifted = window(place, lax.pad(leaves, nothing, pads), axis, first, width)
         nodes = _pairs(shifted, axis)

@@ -180,7 +180,7 @@ def _counters(ctx: Context, sharding: Sharding, shape: Shape, local: Shape) -> t
     starts = np.zeros(sharding.num_devices, np.uint64)
     for split, rows, stride in zip(sharding.splits, local, strides, strict=True):
         if split:
-            starts += np.maximum(split.coords, 0).astype(np.uint64) * np.uint64(rows * stride)
+            starts += split.own.astype(np.uint64) * np.uint64(rows * stride)
     high, low = (
         lax.bitcast_convert_type(
             jnp.asarray(ctx.place.lookup(half.view(np.int32)), jnp.int32), jnp.uint32

@@ -13,8 +13,10 @@ from jax.extend.core import Primitive
 
 from gshard._jax import mlir
 from gshard.graph.row_map import Layer, shape_of
-from gshard.graph.row_map import row_map_p as row_map_p
 from gshard.tensors.painting import painted
+
+# A tensor painted with windows of its operands: `layers`, whose sources are numbers of operands.
+row_map_p = Primitive("row_map")
 
 
 def _row_map(*operands: jax.Array, layers: tuple[Layer, ...]) -> jax.Array:
