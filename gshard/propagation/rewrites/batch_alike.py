@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard._jax import Var, stack_p, unstack_p
+from gshard._jax import Var, batching, stack_p, unstack_p
 from gshard.graph import LOOPS, Graph, at_every_level, in_order, live, replacing
 from gshard.graph.evaluate import equations_of, evaluate
 from gshard.graph.regions import bodies, walk
@@ -27,7 +27,6 @@ from gshard.graph.source import source_of
 from gshard.moving.costs import sent_bytes, timed
 from gshard.moving.plan import reshard_cost
 from gshard.propagation.flow import Edge, Flow
-from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import RULES, equation_key
 from gshard.tensors.annotate import Annotation, annotate_p
 from gshard.tensors.sharding import Sharding, Split
@@ -88,7 +87,10 @@ def _is_chain(heavy: Sequence[JaxprEqn]) -> bool:
 
 def _kind(eqn: JaxprEqn | None) -> Any:
     """Equal for equations that do the same to other variables; None if they cannot be batched."""
-    if eqn is None or eqn.effects or eqn.primitive in (annotate_p, row_map_p):
+    if eqn is None or eqn.effects or eqn.primitive is annotate_p:
+        return None
+    inside = (e.primitive for body in bodies(eqn) for e in walk(body))
+    if not all(each in batching.fancy_primitive_batchers for each in (eqn.primitive, *inside)):
         return None
     if eqn.primitive in LOOPS:
         return eqn.primitive, str([a.aval for a in eqn.invars]), str(eqn.params)

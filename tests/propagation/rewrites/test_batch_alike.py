@@ -66,3 +66,19 @@ def test_one_computation_that_is_written_several_times_is_not_dealt_out():
         return [jnp.sin(unrolled(w)) * n for n in range(8)]
 
     check(fn, random_array((M, H)), inputs=[even_split(2, 0, 8)], rtol=2e-3, atol=2e-3)
+
+
+def test_branches_whose_rows_are_moved_stay_as_they_are():
+    """A roll and a reversal in a branch are a row map, which has no batching rule."""
+
+    def four(x, *weights):
+        x = gshard.split(x, 0, 3)
+
+        def searched(w):
+            for _ in range(2):
+                w = jnp.roll(x.T @ jnp.tanh(x @ w), 1)[::-1]
+            return w
+
+        return [jax.lax.cond(w[0] > 0, searched, jnp.negative, w) for w in weights]
+
+    check(four, *(random_array(shape, seed=n) for n, shape in enumerate([(12, 4), *[(4,)] * 4])))
