@@ -20,8 +20,8 @@ from jax import lax
 from gshard.graph.reason import Reason
 from gshard.moving.collectives import all_to_all
 from gshard.moving.costs import sent_bytes
+from gshard.moving.fetch import fetch
 from gshard.moving.halo import groups_along
-from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import plan_fetch
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding

@@ -249,6 +249,12 @@ def _shifts(windows: Windows) -> list[Shift] | None:
     return shifts
 
 
+def are_apart(moves: Iterable[Move]) -> bool:
+    """Whether no two rows become one."""
+    ends = sorted((m.first + m.by, m.end + m.by) for m in moves)
+    return all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+
+
 # -------------------------------------------------- pieces in rounds of CollectivePermutes
 
 

@@ -24,6 +24,7 @@ from gshard.moving.halo import retile
 from gshard.moving.recompute import REARRANGING, Made
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES, RegionRule, Rule, rule_of
+from gshard.rules.base.layers import ROW_MAPS
 from gshard.rules.base.rule import Carried, Context, Elementwise, Way
 from gshard.rules.base.unreduced import can_stay, moved_to, partition
 from gshard.rules.base.uses import NOTHING, Uses
@@ -153,9 +154,11 @@ class Walk(ABC):
         """The results as values that can be looked up, and recomputed if operators allow it."""
         if eqn.primitive in MARKS:  # the operand, under another sharding
             results = [results[0].of(operands[0].value)]
-        rule, made = RULES.get(eqn.primitive), None
-        if rule and (isinstance(rule, Elementwise) or eqn.primitive in REARRANGING):
-            made = Made(results[0], eqn, tuple(operands), rule.local, self.weakly)
+        rule, made, layers = RULES.get(eqn.primitive), None, ROW_MAPS.get(eqn.primitive)
+        again = isinstance(rule, Elementwise) or eqn.primitive in REARRANGING
+        if rule and (again or layers):
+            local = rule.local if again else None
+            made = Made(results[0], eqn, tuple(operands), local, self.weakly, layers)
         pairs = zip(eqn.outvars, results, strict=True)
         return [self.mover.remember(var, tile, made) for var, tile in pairs]
 

@@ -12,8 +12,8 @@ from jax import Array, lax
 
 from gshard.graph.reason import Reason
 from gshard.graph.row_map import Axis
+from gshard.moving.fetch import fetch
 from gshard.moving.halo import align, collect, window
-from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import Move, Runs, Windows, plan_fetch, plan_windows
 from gshard.rules.base.rule import Context
 from gshard.tensors.devices import Place
@@ -73,7 +73,8 @@ class AxisRows:
         place, (starts, count) = ctx.place, self._needed(split.tiles)
         stride, (first, end) = abs(self.axis.stride), self.only
         if stride == 1:
-            x = fetch(place, tile, dim, starts + first, count, reason, (first, end), split)
+            only = (Move(first, end, 0),)
+            x = fetch(place, tile, dim, starts + first, count, reason, only, split)
         elif tile.sharding.splits[dim] is None:
             x = lax.slice_in_dim(tile.array, first, end, stride, dim)
             x = window(place, x, dim, starts[split.own], count)

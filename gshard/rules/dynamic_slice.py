@@ -24,8 +24,8 @@ from gshard.graph.reason import Reason
 from gshard.graph.row_map import Layer, entire
 from gshard.moving import collectives
 from gshard.moving.costs import timed
+from gshard.moving.fetch import fetch
 from gshard.moving.halo import groups_along, shifted_pairs
-from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.layers import Layers
 from gshard.rules.base.rule import Context, Doc, Way, linear_in, on_moved, register, rule

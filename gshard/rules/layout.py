@@ -14,7 +14,7 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving.costs import timed
-from gshard.moving.recompute import fetch
+from gshard.moving.fetch import fetch
 from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.rule import Context, Doc, Way, linear_in, linear_in_all, rule
 from gshard.rules.base.ways import by_factors

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,13 +16,13 @@ from jax.extend.core import JaxprEqn
 
 from gshard.graph.reason import Reason
 from gshard.graph.row_map import Axis, Layer
+from gshard.moving.fetch import fetch
 from gshard.moving.halo import align, window
-from gshard.moving.recompute import fetch
-from gshard.moving.row_windows import Move, Runs, Windows, plan_fetch
+from gshard.moving.row_windows import Move, Runs, Windows, are_apart, plan_fetch
 from gshard.rules.axis_rows import AxisRows, RowsOfDim
 from gshard.rules.base.layers import ROW_MAPS, layers_of
 from gshard.rules.base.rule import Context
-from gshard.tensors.painting import Mask, painted
+from gshard.tensors.painting import Mask, all_of, any_of, painted
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, rows_within
 
@@ -113,7 +112,7 @@ class Painting:
             else:
                 found.append(part)
                 masks.append([mask])
-        return painted(self.local, found, self.arrays, [_any_of(m) for m in masks])
+        return painted(self.local, found, self.arrays, [any_of(m) for m in masks])
 
     def _ordered(self) -> Sequence[Layer]:
         """The layers; those with the most rows first if none is over another along a split dim."""
@@ -192,7 +191,7 @@ class Painting:
             for d, hull in hulls.items():  # at last: other row maps read the same rows
                 array = window(self.ctx.place, array, d, hull.first, self.local[d])
             self.arrays.append(array)
-        return Layer(self.fetched[key], part.base, part.axes), _all_of(masks)
+        return Layer(self.fetched[key], part.base, part.axes), all_of(masks)
 
     def _on_tile(self, split: Split, number: int) -> Mask:
         """A mask of everything on the holders of a tile: a scalar."""
@@ -298,7 +297,7 @@ class Painting:
             windows = Windows.of(held, rows, hull.low, hull.width, hull.moves)
             array = align(place, tile.array, tile.sharding, dim, windows, reason)
         else:
-            array = fetch(place, tile, dim, hull.low, hull.width, reason, None, split)
+            array = fetch(place, tile, dim, hull.low, hull.width, reason, (), split)
         return Tile(array, tile.sharding, tile.shape)
 
 
@@ -341,13 +340,7 @@ def _moves(layers: Sequence[Layer], dim: int) -> Moves:
         Move(n.base[dim], n.base[dim] + n.axes[dim].rows, n.axes[dim].at - n.base[dim])
         for n in layers
     )
-    return tuple(found) if _are_apart(found) else ()
-
-
-def _are_apart(moves: Iterable[Move]) -> bool:
-    """Whether no two rows become one."""
-    ends = sorted((m.first + m.by, m.end + m.by) for m in moves)
-    return all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+    return tuple(found) if are_apart(found) else ()
 
 
 def _joined_moves(moves: Sequence[Move]) -> Moves | None:
@@ -358,25 +351,9 @@ def _joined_moves(moves: Sequence[Move]) -> Moves | None:
             last = found.pop()
             move = last._replace(end=max(last.end, move.end))
         found.append(move)
-    return tuple(found) if _are_apart(found) else None
+    return tuple(found) if are_apart(found) else None
 
 
 def _beside(copies: Moves, size: int) -> Moves:
     """Copies, and all rows in their own places."""
     return (Move(0, size, 0), *copies) if copies else ()
-
-
-def _all_of(masks: Sequence[Mask]) -> Mask:
-    return _joined(lax.bitwise_and, masks) if masks else None
-
-
-def _any_of(masks: Sequence[Mask]) -> Mask:
-    return None if None in masks else _joined(lax.bitwise_or, masks)
-
-
-def _joined(by: Any, masks: Sequence[Mask]) -> Mask:
-    if len(masks) == 1:
-        return masks[0]
-    return lambda shape: functools.reduce(
-        by, [jnp.broadcast_to(m(shape), shape) for m in masks if m]
-    )

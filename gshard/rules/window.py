@@ -32,8 +32,8 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving.costs import timed
+from gshard.moving.fetch import fetch
 from gshard.moving.halo import window
-from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.rule import Context, Doc, Rule, Way, register
 from gshard.rules.base.ways import by_factors
@@ -90,7 +90,7 @@ def bring(
 ) -> Tile:
     """`tile` with the rows that each device needs, and `fill` outside of the tensor."""
     reason = Reason("step", eqn.primitive.name, f"rows under the windows of dim {dim}")
-    x = fetch(ctx.place, tile, dim, starts, rows, reason)
+    x = fetch(ctx.place, tile.unmasked or tile, dim, starts, rows, reason)
     brought = Tile(x, tile.sharding, tile.shape)
     inside = None if fill is None else existing(ctx, brought, dim, starts)
     if inside is None:

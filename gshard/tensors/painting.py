@@ -100,3 +100,21 @@ def _over(below: jax.Array, layer: Layer, x: jax.Array, mask: Mask) -> jax.Array
         return x
     # Without the equations by which `lax` wraps offsets that are negative.
     return p.dynamic_update_slice_p.bind(below, x, *[np.int32(a) for a in starts])
+
+
+def all_of(masks: Sequence[Mask]) -> Mask:
+    """The elements that all masks have."""
+    return _joined_masks(lax.bitwise_and, masks) if masks else None
+
+
+def any_of(masks: Sequence[Mask]) -> Mask:
+    """The elements that one of the masks has."""
+    return None if None in masks else _joined_masks(lax.bitwise_or, masks)
+
+
+def _joined_masks(by: Callable[..., jax.Array], masks: Sequence[Mask]) -> Mask:
+    if len(masks) == 1:
+        return masks[0]
+    return lambda shape: functools.reduce(
+        by, [jnp.broadcast_to(m(shape), shape) for m in masks if m]
+    )

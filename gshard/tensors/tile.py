@@ -47,7 +47,8 @@ class Tile:
     `moving.halo` to even out. `origin` is the operator that left a value unreduced, for the
     reason of the collective that will reduce it, and `held` the rows of it that are not zero. Tiles
     of one `value` under several shardings have it in common; what an operator computes on the way
-    to its results has none. Ways are chosen on tiles that are `blank`: without elements.
+    to its results has none. Ways are chosen on tiles that are `blank`: without elements. One whose
+    padding is masked knows itself `unmasked`.
     """
 
     array: Array
@@ -56,6 +57,7 @@ class Tile:
     origin: str = ""
     held: HeldRows | None = None
     value: Value | None = None
+    unmasked: Tile | None = None
 
     @staticmethod
     def blank(
@@ -126,7 +128,7 @@ class Tile:
         for dim in self.padded_dims() if dims is None else set(dims) & set(self.padded_dims()):
             fill = jnp.broadcast_to(jnp.asarray(value, array.dtype), array.shape)
             array = lax.select(self.is_padding(place, dim), fill, array)
-        return Tile(array, self.sharding, self.shape)
+        return Tile(array, self.sharding, self.shape, unmasked=self)
 
 
 Tiles = list[Tile]

@@ -19,7 +19,6 @@ from gshard.moving import costs, row_windows
 from gshard.moving.collectives import AllReduce
 from gshard.moving.nodes import add_node
 from gshard.moving.partial import _in_pairs
-from gshard.moving.recompute import Made, Rows, _needed
 from gshard.planning.improve.combine import combinations_of
 from gshard.planning.planner import Planner
 from gshard.propagation.flow import Flow
@@ -196,37 +195,7 @@ def test_two_products_with_one_weight_share_its_gather():
     assert sends(lambda w, x, y: [x @ w, y @ w], w, x, x) == {"all_gather": 1}
 
 
-# --------------------------------------------------------------- values that are made again
-
-
-def made_by(fn, *arguments, splits):
-    """The one operator of a function, on tiles that are split like this, and its result."""
-    (eqn,) = jax.make_jaxpr(fn)(*arguments).eqns
-    *operands, result = [
-        Tile(jnp.zeros(sharding.local_shape(aval.shape)), sharding, aval.shape)
-        for aval, sharding in zip(
-            [v.aval for v in (*eqn.invars, *eqn.outvars)], splits, strict=True
-        )
-    ]
-    return Made(result, eqn, tuple(operands), None, None)
-
-
-def test_rows_are_not_those_of_operands_that_are_joined_along_them():
-    x = jnp.zeros((16, 8))
-    along, across = (made_by(lambda a, b, dim=dim: lax.concatenate([a, b], dim), x, x,
-                             splits=[by(8, 1)] * 3) for dim in (0, 1))  # fmt: skip
-    starts = 2 * np.arange(8)
-    assert _needed(along, Rows(along.result, 0, starts, 3)) is None
-    found = _needed(across, Rows(across.result, 0, starts, 3))
-    assert [rows.tile for rows in found] == list(across.operands)
-
-
-def test_rows_are_made_again_of_operands_with_the_same_other_splits_only():
-    x, starts = jnp.zeros((16, 8)), 8 * np.arange(2)
-    for operand, fits in [(by(2, 4), True), (by(2, 1), False), (by(2, 2), False)]:
-        made = made_by(jnp.negative, x, splits=[operand, by(2, 4)])
-        found = _needed(made, Rows(made.result, 0, starts, 3))
-        assert (found is not None) is fits
+# --------------------------------------------------------------- tiles of other sizes
 
 
 def test_a_tile_of_another_size_is_evened_out_before_an_operator_runs_in_place():
