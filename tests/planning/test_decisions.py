@@ -24,7 +24,6 @@ from gshard.planning.planner import Planner
 from gshard.propagation.flow import Flow
 from gshard.propagation.spread import DimGroups, Spread
 from gshard.rules.base.rule import RULES
-from gshard.rules.base.ways import FactorSplit
 from gshard.rules.control import _summed_if_large
 from gshard.rules.painting import RowMap
 from gshard.rules.reduction import cumulative_ways
@@ -196,25 +195,6 @@ def test_two_products_with_one_weight_share_its_gather():
 
 
 # --------------------------------------------------------------- tiles of other sizes
-
-
-def test_a_tile_of_another_size_is_evened_out_before_an_operator_runs_in_place():
-    eqn, here = jax.make_jaxpr(jnp.negative)(jnp.zeros((12, 2))).eqns[0], by(4, 1)
-    large, even = (Tile(jnp.ones((rows, 2)), here, (12, 2)) for rows in (5, 3))
-    rule = RULES[eqn.primitive]
-    layout = FactorSplit.of(eqn, rule.factors(eqn), {"d0": here.splits[0]}, D)
-    layout = layout.between(eqn, [here], [here])
-    assert layout.in_place
-    moved = []
-    ctx = SimpleNamespace(
-        reshard=lambda tile, *_: moved.append(tile) or even,
-        stays_unreduced=lambda *_: False,
-        place=None,
-    )
-    for tile in (even, large):
-        (result,) = layout.run(ctx, eqn, rule.local, [tile], [here])
-        assert result.array.shape == (3, 2)
-    assert large in moved
 
 
 @pytest.mark.parametrize(("tiles", "room"), [(1, (0, 1)), (2, (1,)), (4, (1,)), (8, ())])

@@ -290,3 +290,59 @@ def _by_mended_rule(x: Any) -> Any:
     x = split(jnp.tanh(x), 1, 8)
     y = _center_p.bind(x)  # here
     return split(y, 1, 8) + 1
+
+
+_own_p = Primitive("own")
+_own_p.def_abstract_eval(lambda x: ShapedArray(x.shape, x.dtype))
+mlir.register_lowering(_own_p, mlir.lower_fun(lambda x: jnp.tanh(x) * 2, multiple_results=False))
+
+
+@given(array(16, 6), shows=["sharding-key-manual"], strict=True)
+def _without_a_rule_in_a_region(x: Any) -> Any:
+    part = gshard.auto_to_manual_spmd_partition(split(x * 2, 0, 8))
+    part = _own_p.bind(part)  # here
+    return gshard.manual_to_auto_spmd_partition(part, np.arange(8).reshape(8, 1))
+
+
+@given(array(16, 6), array(16, 6), shows=["sharding-balanced"])
+def _copies_that_do_not_match(x: Any, y: Any) -> Any:
+    """Three devices would hold the first tile of the product, and one the next."""
+    x, y = shard(x * 2, [[0], [1]]), shard(y * 2, [[0], [3]])
+    return replicate(jnp.einsum("ac,bc->ab", x, y)) + 1  # here
+
+
+@given(array(64, 1), array(64, 1), shows=["again-other-split"])
+def _recomputed_of_other_devices(x: Any, z: Any) -> Any:
+    turned = np.arange(8)[::-1].reshape(8, 1)
+    x, z = split(x * 2, 0, 8), shard(z * 2, turned)
+    z = shard(jnp.broadcast_to(z, (64, 400)), turned)
+    y = split(jnp.broadcast_to(x, (64, 400)) + z, 0, 8)
+    return y[3:] + y[:-3]  # here
+
+
+@given(array(8, 4, 2, 6), shows=["factors-compose-major"])
+def _merged_while_unreduced(x: Any) -> Any:
+    x = shard(x * 2, np.arange(8).reshape(2, 2, 2, 1))
+    y = x.sum(0).reshape(8, 6)  # here
+    return y.sum(1) + 1
+
+
+@given(array(20, 5), shows=["exchange-idle"], devices=16)
+def _from_five_to_ten(x: Any) -> Any:
+    """Five devices have tiles of columns, ten of rows, and six have nothing."""
+    x = shard(x * 2, np.arange(5).reshape(1, 5))
+    return shard(x, np.arange(10).reshape(10, 1)) + 1  # here
+
+
+@given(array(56, 3), shows=["rows-strays"])
+def _every_second_row(x: Any) -> Any:
+    """Some tiles have four of these rows, others three and garbage."""
+    x = split(x * 2, 0, 8)
+    return split(x[:47:2], 0, 8) + 1  # here
+
+
+@given(array(15, 4, 5), shows=["layout-retile"])
+def _factor_beside_mixed_dims(x: Any) -> Any:
+    x = shard(x * 2, np.arange(8).reshape(2, 4, 1))
+    y = shard(x.reshape(3, 5, 5, 4), np.arange(8).reshape(2, 1, 4, 1))  # here
+    return y + 1
