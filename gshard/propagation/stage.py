@@ -16,6 +16,7 @@ from gshard.propagation.rewrites.batch_alike import batch_alike
 from gshard.propagation.rewrites.blocked_scans import block_scans
 from gshard.propagation.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.propagation.rewrites.in_parts import compute_in_parts
+from gshard.propagation.rewrites.merged_dims import undo_merges
 from gshard.propagation.rewrites.ring_attention import ring_attention
 from gshard.propagation.rewrites.row_spaces import choose_row_spaces
 from gshard.propagation.rewrites.rows_of_stacks import unstack_rows
@@ -25,6 +26,7 @@ Rewrite = Callable[[Jaxpr, Mapping[Any, Sharding], int, list[str]], Jaxpr]
 
 # Rewrites that depend on shardings, and what the dump says of a program with nothing to rewrite.
 REWRITES: dict[str, tuple[Rewrite, str]] = {
+    "undo_merges": (undo_merges, "not applied: no reshape moves rows for a sum"),
     "block_scans": (block_scans, "not applied: no associative scan runs along a split dim"),
     "batch_alike": (batch_alike, "not applied: no equal computations would cost less as one"),
     "unstack_rows": (unstack_rows, "not applied: no device has rows of a stack that all read"),

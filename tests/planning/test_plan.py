@@ -96,24 +96,25 @@ def test_a_dump_has_a_file_for_every_stage(tmp_path):
         "03-compose_row_maps",
         "04-transpose_products",
         "05-propagate",
-        "06-block_scans",
-        "07-batch_alike",
-        "08-unstack_rows",
-        "09-compute_in_parts",
-        "10-choose_row_spaces",
-        "11-exchange_by_expert",
-        "12-ring_attention",
-        "13-plan",
-        "14-share",
-        "15-drop_unused",
-        "16-expand",
-        "17-combine",
-        "18-emit",
+        "06-undo_merges",
+        "07-block_scans",
+        "08-batch_alike",
+        "09-unstack_rows",
+        "10-compute_in_parts",
+        "11-choose_row_spaces",
+        "12-exchange_by_expert",
+        "13-ring_attention",
+        "14-plan",
+        "15-share",
+        "16-drop_unused",
+        "17-expand",
+        "18-combine",
+        "19-emit",
     ]
     composed = paths[3].read_text()
     (line,) = [line for line in composed.split("\n") if "row_map[" in line]
     assert line.startswith(">")
-    assert "# not applied: there is no ragged product" in paths[11].read_text()
-    assert "halo[" in paths[13].read_text()
-    assert "collective-permute[" in paths[16].read_text()
-    assert "ppermute[" in paths[18].read_text()
+    assert "# not applied: there is no ragged product" in paths[12].read_text()
+    assert "halo[" in paths[14].read_text()
+    assert "collective-permute[" in paths[17].read_text()
+    assert "ppermute[" in paths[19].read_text()

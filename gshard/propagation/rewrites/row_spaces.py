@@ -153,6 +153,8 @@ class _RowSpaces:
             places = self._chosen(asked, out)
             if out not in self.alone or all(fits(out, place) for place in places):
                 self.places[out] = places
+                scalars = (a for a in eqn.invars if not a.aval.shape)
+                self.alone.update(a for a in scalars if not isinstance(a, Literal))
                 for a in _tensors(eqn):
                     for place in places:
                         self.asked.setdefault(a, {})[_of_operand(a, out, place)] = None
