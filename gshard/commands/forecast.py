@@ -65,6 +65,7 @@ def forecast(
         raise UserError(str(error)) from None
     from gshard.forecast.report import summary, table
     from gshard.forecast.report import trace as as_trace
+    from gshard.graph.readable import size
     from gshard.models.family import memory_parts, part_of
 
     held = memory_parts(chosen, found)
@@ -72,7 +73,7 @@ def forecast(
         numbers = {"model": model, **found.as_dict(part_of), "memory_parts": held}
         print(json.dumps(numbers, indent=1))
     else:
-        rows = [f"{name:<38} {count / 1e9:>8.2f} GB" for name, count in held.items()]
+        rows = [f"{name:<38} {size(count):>8}" for name, count in held.items()]
         print("\n".join([model, *summary(found), "", *table(found.by(part_of)), "", *rows]))
     if trace is not None:
         trace.write_text(json.dumps(as_trace(found)), encoding="utf-8")
@@ -121,6 +122,7 @@ def _forecast(
     how: str,
 ) -> tuple[Deployment, Forecast]:
     """With rematerialization as requested, else as in the paper, else as needed to fit."""
+    from gshard.graph.readable import size
     from gshard.models.family import plan
 
     for setting in (remat,) if remat else (None, "layer"):
@@ -135,13 +137,14 @@ def _forecast(
     machine, state = found.hardware, found.memory.arguments
     raise ValueError(
         f"{model} with {chosen.batch_tokens:,} tokens on {chosen.devices} x {machine.name} takes "
-        f"{found.memory_bytes / 1e9:.1f} GB on each device even with rematerialization, which has "
-        f"{machine.memory / 1e9:.1f} GB: {_nearest(chosen, machine, state, model)}"
+        f"{size(found.memory_bytes)} on each device even with rematerialization, which has "
+        f"{size(machine.memory)}: {_nearest(chosen, machine, state, model)}"
     )
 
 
 def _nearest(chosen: Any, machine: Any, state: int, model: str) -> str:
     """The nearest batch that fits, or why none does."""
+    from gshard.graph.readable import size
     from gshard.models.family import plan
 
     tokens = chosen.batch_tokens
@@ -153,14 +156,13 @@ def _nearest(chosen: Any, machine: Any, state: int, model: str) -> str:
             break
         if smaller.fits:
             return f"a batch of {tokens:,} tokens fits; --remat layer forecasts this one anyway"
-    return (
-        f"weights and optimizer state alone take {state / 1e9:.1f} GB; more devices hold fewer "
-        "experts each"
-    )
+    alone = f"weights and optimizer state alone take {size(state)}"
+    return f"{alone}; more devices hold fewer experts each"
 
 
 def _show_fitting(text: str, as_json: bool) -> None:
     from gshard.forecast.hardware import several
+    from gshard.graph.readable import size
     from gshard.models.family import fitting
 
     devices, machine = several(text)
@@ -174,7 +176,7 @@ def _show_fitting(text: str, as_json: bool) -> None:
         print(
             f"{r.plan.model.name:<16} {r.plan.model.weights / 1e9:>7.1f}B "
             f"{r.plan.batch_tokens:>12,} {r.plan.model.config.remat!s:>6} "
-            f"{r.forecast.memory_bytes / 1e9:>6.1f} GB {r.tokens_per_second:>11,.0f}"
+            f"{size(r.forecast.memory_bytes):>9} {r.tokens_per_second:>11,.0f}"
         )
 
 
@@ -202,6 +204,7 @@ def interval(
     plots: options.Plots = None,
 ) -> None:
     """Find the checkpoint interval that loses the least time to failures of hosts."""
+    from gshard.graph.readable import size
     from gshard.models import failures
     from gshard.models.family import plan
 
@@ -212,10 +215,9 @@ def interval(
         )
     try:
         chosen = plan(model, devices)
-        found = chosen.forecast(hardware)
+        state = chosen.forecast(hardware).memory.donated
     except ValueError as error:
         raise UserError(str(error)) from None
-    state = found.memory.donated
     save = failures.save_seconds(chosen, state, devices_per_host, 1e9 * disk_rate)
     most = -(-chosen.devices // devices_per_host)
     run = failures.FailingRun(most, host_days, save, restart + save)
@@ -223,11 +225,9 @@ def interval(
     if as_json:
         print(json.dumps({"model": model, "save_seconds": save, **failures.as_dict(run, hosts)}))
     else:
-        print(
-            f"{model}: a host saves {state * min(devices_per_host, chosen.devices) / 1e9:.1f} GB "
-            f"in {save:.0f} s, starts again in {run.restart_seconds:.0f} s and fails every "
-            f"{host_days:g} days"
-        )
+        saved = size(state * min(devices_per_host, chosen.devices))
+        again = f"starts again in {run.restart_seconds:.0f} s and fails every {host_days:g} days"
+        print(f"{model}: a host saves {saved} in {save:.0f} s, {again}")
         print("\n".join(failures.table(run, hosts)))
     if plots is not None:
         title = f"{model}, hosts that fail every {host_days:g} days"

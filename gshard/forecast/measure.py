@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable
@@ -75,10 +76,8 @@ def _ready(fn: Callable[..., Any], rows: jax.Array) -> Callable[[], Any]:
 
 def _products(dtype: str, n: int) -> Probe:
     name, _, exact = dtype.partition("_")
-    with (
-        jax.enable_x64(name == "float64"),
-        jax.default_matmul_precision("highest" if exact else None),
-    ):
+    precision = jax.default_matmul_precision("highest" if exact else None)
+    with jax.enable_x64(name == "float64"), precision:
         a = jnp.ones((jax.device_count(), n, n), name)
         return 2.0 * n**3, _ready(lambda a: a @ a, a)
 
@@ -113,5 +112,6 @@ def _exchange(count: int, size: int) -> Probe:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     print(measured(), end="")

@@ -74,7 +74,7 @@ class Chart:
         """As a file, which follows the reader's theme too."""
         tokens = (Path(__file__).parent / "tokens.css").read_text(encoding="utf-8")
         spec = {**self.specs["wide"], "title": _title(self.title)}
-        spec["padding"] = {**spec["padding"], "top": spec["padding"]["top"] + 34}
+        spec["padding"] = {**spec["padding"], "top": spec["padding"]["top"] + 38}
         inside = f"<style>{tokens} svg {{ background: var(--ground) }}</style>"
         path.parent.mkdir(parents=True, exist_ok=True)
         drawn = _drawn(spec).replace(">", f">{inside}", 1)

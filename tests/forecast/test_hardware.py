@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -172,3 +174,10 @@ def test_measured_hardware_can_be_read_on_cpus_and_gpus(monkeypatch, tmp_path):
     found = hardware(path)
     assert (found.name, found.compiler, found.memory) == ("NVIDIA H200", "gpu", 10**11)
     assert found.network == hardware("h200").network, "one GPU has nobody to send to"
+
+
+def test_help_of_the_measurement_measures_nothing():
+    command = [sys.executable, "-m", "gshard.forecast.measure", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "usage:" in shown
+    assert "memory_bandwidth" not in shown

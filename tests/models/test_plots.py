@@ -1,5 +1,6 @@
 """Plots of forecasts: SVG files in the style of the pages, with powers of two on the axis."""
 
+import re
 import xml.etree.ElementTree as ET
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 import gshard
 from benchmarks.forecast_scale import plot
 from gshard.models.plots import plot_forecast, plot_growth
+from gshard.pages import bars
 
 
 def step(x, w):
@@ -47,3 +49,15 @@ def test_the_plots_of_scaling_have_the_numbers_of_devices(tmp_path):
     seconds, equations = plot({8: (6.4, 8198), 32: (5.8, 8187), 128: (6.6, 8222)}, tmp_path)
     assert {"8", "32", "128", "seconds to partition"} <= texts(seconds)
     assert {"8", "32", "128", "equations"} <= texts(equations)
+
+
+def test_the_title_of_a_saved_chart_is_inside_of_it(tmp_path):
+    drawn = (
+        bars("A title", {"row": [("a", 1.0, "1"), ("b", 2.0, "2")]})
+        .save(tmp_path / "a.svg")
+        .read_text()
+    )
+    shifted = r"translate\([-\d.]+,([-\d.]+)\)"
+    (top,) = re.search(rf'<g fill="none"[^>]* transform="{shifted}"', drawn).groups()
+    of_title = re.search(rf'role-title"><g transform="{shifted}".*?transform="{shifted}"', drawn)
+    assert float(top) + sum(map(float, of_title.groups())) >= 15  # letters of 15 above this line

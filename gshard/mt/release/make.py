@@ -108,7 +108,7 @@ def _training(run: Run, step: int) -> Iterator[str]:
     yield f"{optimizer.warmup:,}, label smoothing {smoothing:g}, languages mixed at temperature"
     yield f"{batch.temperature:g}, seed {c.train.seed}."
     if dev:
-        yield f"Cross-entropy of dev text: {dev[-1]:.3f} nats a token."
+        yield f"Cross-entropy of dev text: {dev[-1]:.3f} nats per token."
 
 
 def _evaluated(run: Run, step: int) -> dict[str, Any]:

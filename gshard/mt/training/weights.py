@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by it, also before JAX is imported)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -152,10 +153,7 @@ class WeightsFile:
 
 
 def write_weights(path: Path, arrays: Mapping[str, Any], note: Mapping[str, str]) -> None:
-    """Write arrays by name, with a note, completely or not at all.
-
-    They are of float32 or bfloat16, or `Quantized`.
-    """
+    """Write arrays of float32, bfloat16 or `Quantized`, and a note, completely or not at all."""
     found = {}
     for name, array in arrays.items():
         if isinstance(array, Quantized):

@@ -1,6 +1,8 @@
 """The detector of languages, on made-up languages and on a corpus."""
 
 import pydoc_data.topics
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -20,6 +22,17 @@ def test_a_corpus_of_made_up_languages(corpus, tmp_path):
     loaded = Detector.load(tmp_path / "d.safetensors")
     assert loaded.languages == detector.languages
     assert accuracy(corpus, loaded) == shares
+
+
+def test_a_server_reads_its_table_in_bfloat16_before_jax_is_imported(tmp_path):
+    Detector.train({"en": ["A river."], "de": ["Ein Fluss."]}).save(tmp_path / "d.safetensors")
+    program = (
+        "import sys; from pathlib import Path; from gshard.mt.decoding.detect import Detector;"
+        "assert 'jax' not in sys.modules;"
+        f"print(*Detector.load(Path({str(tmp_path)!r}) / 'd.safetensors').languages)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["en", "de"], done.stderr
 
 
 @pytest.mark.parametrize(
