@@ -1,0 +1,72 @@
+"""Windows of convolutions are computed in the tiles of the tensors that read them."""
+
+import jax
+import jax.numpy as jnp
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+from tests.oracle import check, even_split, random_array, sent
+
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+X, KERNEL = random_array((2, 64, 20, 4)), random_array((3, 3, 4, 4), seed=1)
+
+
+def test_gradients_of_convolutions_of_padded_tensors_send_border_rows():
+    """Two rows of both layers, and two of the gradient; and the gradient of the kernel."""
+
+    def two(kernel, x):
+        def layer(y):
+            q = jnp.pad(y, ((0, 0), (1, 1), (1, 1), (0, 0)))
+            return jax.nn.relu(
+                lax.conv_general_dilated(q, kernel, (1, 1), "VALID", dimension_numbers=NUMBERS)
+            )
+
+        return (layer(layer(x)) ** 2).mean()
+
+    low = check(jax.value_and_grad(two), KERNEL, X, inputs=[None, even_split(4, 1, 8)], rtol=1e-4)
+    assert sent(low) == 6 * X[:, :1].nbytes + 2 * 7 / 8 * KERNEL.nbytes + 7, low.collectives
+
+
+def test_single_rows_that_are_read_apart():
+    """Convolutions of a row each would have no tiles."""
+
+    def fn(x):
+        y = lax.conv_general_dilated(x, KERNEL, (1, 1), "SAME", dimension_numbers=NUMBERS)
+        return y[:, 1:-1] * 2, y[:, :1], y[:, -1:]
+
+    low = check(fn, X, inputs=[even_split(4, 1, 8)], rtol=1e-4, atol=1e-4)
+    assert sent(low) < 12 * X[:, :1].nbytes, low.collectives
+
+
+def test_what_somebody_reads_whole_stays(tmp_path):
+    def fn(x):
+        y = lax.conv_general_dilated(x, KERNEL, (1, 1), "SAME", dimension_numbers=NUMBERS)
+        return y[:, 1:-1], y.sum()
+
+    low = check(fn, X, inputs=[even_split(4, 1, 8)], rtol=1e-4, atol=1e-3)
+    (text,) = (p.read_text() for p in low.dump(tmp_path) if "compute_what_is_read" in p.name)
+    assert "# not applied: all rows are read" in text
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.sampled_from([16, 21]),
+)
+def test_any_window_of_any_convolution(stride, dilation, padding, cut, rows):
+    x, kernel = random_array((1, rows, 6, 2)), random_array((3, 1, 2, 2))
+
+    def fn(x):
+        def forwards(x):
+            q = jnp.pad(x, ((0, 0), padding, (0, 0), (0, 0)))
+            y = lax.conv_general_dilated(
+                q, kernel, (stride, 1), "VALID", (1, 1), (dilation, 1), NUMBERS
+            )
+            return y[:, cut[0] : y.shape[1] - cut[1]]
+
+        return forwards(x), jax.grad(lambda x: (forwards(x) ** 2).sum())(x)
+
+    check(fn, x, inputs=[even_split(4, 1, 8)], rtol=1e-4, atol=1e-4)
