@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,6 @@ from gshard.checking.exact.number import (
     chosen,
     different,
     is_float,
-    joined,
     moved,
     plain,
     poison,
@@ -52,84 +52,60 @@ class Tiling:
 
     def __init__(self, sharding: Sharding, shape: tuple[int, ...]):
         self.sharding, self.shape, self.count = sharding, shape, sharding.num_devices
-
-    @functools.cached_property
-    def _rows(self) -> list[np.ndarray]:
-        """The rows of each dim that the devices hold; what is beyond the last is padding."""
-        found = []
-        local = self.sharding.local_shape(self.shape)
-        for dim, (split, size) in enumerate(zip(self.sharding.splits, local, strict=True)):
-            numbers = np.maximum(split.coords, 0) * size if split else np.zeros(1, np.int64)
-            rows = numbers[:, None] + np.arange(size)
-            places = [size if d == dim else 1 for d in range(len(local))]
-            found.append(rows.reshape(len(numbers), *places))
-        return found
-
-    @functools.cached_property
-    def real(self) -> np.ndarray:
-        """Which elements of the tiles are no padding; with devices and dims, or to be broadcast."""
-        found = np.ones((1, *(1,) * len(self.shape)), bool)
-        if self.is_even:
-            return found
-        for dim, rows in enumerate(self._rows):
-            found = found & (rows < self.shape[dim])
-        for split in filter(None, self.sharding.splits):
-            if split.idle:
-                found = found & (split.coords >= 0).reshape(-1, *(1,) * len(self.shape))
-        return found
-
-    def cut(self, value: Value) -> Value:
-        """The tiles of all devices; their padding is poisoned."""
-        if not any(self.sharding.splits):
-            return value
-        if 0 in self.shape:
-            local, rest = self.sharding.local_shape(self.shape), len(self.shape) + 1
-            return moved(lambda a: np.zeros((self.count, *local, *a.shape[rest:]), a.dtype), value)
-        if self.is_even:
-            return moved(self._blocks, value)
-        index = tuple(np.minimum(r, n - 1) for r, n in zip(self._rows, self.shape, strict=True))
-        tiles = moved(lambda a: a[0][index], value)
-        return chosen(self.real, tiles, poison(plain(tiles).shape, tiles))
+        self.local = sharding.local_shape(shape)
 
     @functools.cached_property
     def is_even(self) -> bool:
         """Whether every device has a tile, and none has padding."""
         return not self.sharding.idle and self.sharding.is_even(self.shape)
 
+    @functools.cached_property
+    def real(self) -> np.ndarray:
+        """Which elements of the tiles are no padding; with devices and dims, or to be broadcast."""
+        found = np.ones((1,) * (1 + len(self.shape)), bool)
+        for dim, split in enumerate(self.sharding.splits):
+            if split and not self.is_even:
+                rows = split.own[:, None] * self.local[dim] + np.arange(self.local[dim])
+                there = (rows < self.shape[dim]) & (split.coords >= 0)[:, None]
+                others = [1 + d for d in range(len(self.shape)) if d != dim]
+                found = found & np.expand_dims(there, others)
+        return found
+
+    def cut(self, value: Value) -> Value:
+        """The tiles of all devices; their padding is poisoned."""
+        if not any(self.sharding.splits):
+            return value
+        tiles = moved(self._blocks, value)
+        return tiles if self.is_even else chosen(self.real, tiles, poison(tiles.shape, tiles))
+
     def _blocks(self, a: np.ndarray) -> np.ndarray:
-        """The tiles of an array that divides; a view of it if each is a block of one dim."""
-        shape: list[int] = []
-        blocks: list[int] = []
-        for split, size in zip(self.sharding.splits, self.shape, strict=True):
-            if split:
-                blocks.append(len(shape))
-            shape += [split.tiles, size // split.tiles] if split else [size]
-        cut = np.moveaxis(a[0].reshape(*shape, *a.shape[1 + len(self.shape) :]), blocks,
-                          range(len(blocks)))  # fmt: skip
-        coords = [split.coords for split in self.sharding.splits if split]
-        if len(coords) == 1 and np.array_equal(coords[0], np.arange(len(cut))):
-            return cut
-        return cut[tuple(coords)]
+        """The tiles of an array; a view of it if each is a block of one dim, without padding."""
+        rank, tiles, rest = len(self.shape), self.sharding.tiles, a.shape[1 + len(self.shape) :]
+        if not self.is_even:
+            ends = zip(self.sharding.padded_shape(self.shape), self.shape, strict=True)
+            a = np.pad(a, [(0, 0), *((0, n - own) for n, own in ends), *((0, 0) for _ in rest)])
+        pairs = [n for both in zip(tiles, self.local, strict=True) for n in both]
+        a = a.reshape((*pairs, *rest))
+        a = a.transpose((*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), *range(2 * rank, a.ndim)))
+        a = a.reshape((math.prod(tiles), *self.local, *rest))
+        index = self.sharding.tile_index
+        return a if np.array_equal(index, np.arange(len(a))) else a[np.maximum(index, 0)]
 
     def assembled(self, tiles: Value) -> Value:
         """The array, of the first copy of every tile."""
         tiles, devices = self.reduced(tiles)
-        index = self.sharding.tile_index[devices]
+        index, rank = self.sharding.tile_index[devices], len(self.shape)
         first = np.unique(index, return_index=True)[1]
-        first = first[index[first] >= 0]
-        tiles = at(spread(tiles, len(devices)), first)
-        own = [r if len(r) == 1 else r[devices[first]] for r in self._rows]
-        real = self.real if len(self.real) == 1 else self.real[devices[first]]
-        real = np.broadcast_to(real, (len(first), *(r.shape[1 + d] for d, r in enumerate(own))))
-        index = tuple(np.broadcast_to(r, real.shape)[real] for r in own)
+        order = [n for dim in range(rank) for n in (dim, rank + dim)]
 
-        def put(one: Any) -> np.ndarray:
-            (a,) = one
-            out = np.zeros((1, *self.shape, *a.shape[1 + len(self.shape) :]), a.dtype)
-            out[(np.zeros(np.count_nonzero(real), int), *index)] = a[real]
-            return out
+        def put(a: np.ndarray) -> np.ndarray:
+            rest = a.shape[1 + rank :]
+            a = a.reshape((*self.sharding.tiles, *self.local, *rest))
+            a = a.transpose((*order, *range(2 * rank, a.ndim)))
+            a = a.reshape((*self.sharding.padded_shape(self.shape), *rest))
+            return a[tuple(map(slice, self.shape))][None]
 
-        return joined(put, [tiles])
+        return moved(put, at(spread(tiles, len(devices)), first[index[first] >= 0]))
 
     def reduced(self, tiles: Value) -> tuple[Value, np.ndarray]:
         """What devices have of a partial sum, added up, and the devices that have it."""
@@ -145,12 +121,11 @@ class Tiling:
 
     def place(self, device: int) -> Place | None:
         """Where a device's tile belongs; None for a device that holds nothing."""
-        if any(split.coords[device] < 0 for split in self.sharding.splits if split):
+        numbers = [int(split.coords[device]) if split else 0 for split in self.sharding.splits]
+        if any(number < 0 for number in numbers):
             return None
-        ends = [r.reshape(len(r), -1)[device if len(r) > 1 else 0] for r in self._rows]
-        pairs = zip(ends, self.shape, strict=True)
-        starts = [(min(int(r[0]), n) if len(r) else 0, len(r), n) for r, n in pairs]
-        return tuple(slice(start, min(start + size, n)) for start, size, n in starts)
+        each = zip(numbers, self.local, self.shape, strict=True)
+        return tuple(slice(min(c * l, n), min((c + 1) * l, n)) for c, l, n in each)
 
 
 # ------------------------------------------------------------------------ comparisons
