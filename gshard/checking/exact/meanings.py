@@ -42,33 +42,25 @@ def _select_and_gather_add(q: Params, tangents: jax.Array, x: jax.Array) -> jax.
     return jnp.append(tangents.ravel(), 0)[_best(q, x)]
 
 
-def _reduce(q: Params, *xs: jax.Array, there: jax.Array | None = None) -> Sequence[jax.Array]:
-    """A reduction by a function, which is associative, in a tree; of the rows that are `there`."""
+def _reduce(q: Params, *xs: jax.Array, there: Any = True) -> Sequence[jax.Array]:
+    """A reduction by a function, row by row; of the rows that are `there`."""
     arrays, starts = xs[: len(xs) // 2], xs[len(xs) // 2 :]
-    count = math.prod(arrays[0].shape[d] for d in q["dimensions"])
-    rows = [jnp.moveaxis(x, q["dimensions"], range(len(q["dimensions"]))) for x in arrays]
-    rows = [x.reshape(count, *x.shape[len(q["dimensions"]) :]) for x in rows]
+    dims = q["dimensions"]
+    count = math.prod(arrays[0].shape[d] for d in dims)
+    rows = [jnp.moveaxis(x, dims, range(len(dims))) for x in arrays]
+    rows = [x.reshape(count, *x.shape[len(dims) :]) for x in rows]
     closed = q["jaxpr"] if "consts" not in q else ClosedJaxpr(q["jaxpr"], q["consts"])
     combine: Any = jaxpr_as_fun(closed)
     for _ in rows[0].shape[1:]:
         combine = jax.vmap(combine)
-    while count > 1:
-        half = count // 2
-        left, right = ([x[n : n + half] for x in rows] for n in (0, half))
-        pairs = jax.vmap(combine)(*left, *right)
-        if there is not None:
-            a, b = there[:half], there[half : 2 * half]
-            each = zip(pairs, left, right, strict=True)  # both, or the one that is there
-            pairs = [jnp.where(a & b, both, jnp.where(a, x, y)) for both, x, y in each]
-            there = jnp.concatenate([a | b, there[2 * half :]])
-        odd = [x[2 * half :] for x in rows]
-        rows = [jnp.concatenate(both) for both in zip(pairs, odd, strict=True)]
-        count -= half
+
+    def next_row(found: Any, row: Any) -> tuple[Any, None]:
+        row, there = row
+        pairs = zip(combine(*found, *row), found, strict=True)
+        return [jnp.where(there, both, before) for both, before in pairs], None
+
     wide = [jnp.broadcast_to(s, x.shape[1:]) for s, x in zip(starts, rows, strict=True)]
-    made = combine(*wide, *(x[0] for x in rows)) if count else wide
-    if there is None or not count:
-        return made
-    return [jnp.where(there[0], m, s) for m, s in zip(made, wide, strict=True)]
+    return lax.scan(next_row, wide, (rows, jnp.broadcast_to(there, rows[0].shape)))[0]
 
 
 def _reduce_window(q: Params, *xs: jax.Array) -> Sequence[jax.Array]:
@@ -77,24 +69,6 @@ def _reduce_window(q: Params, *xs: jax.Array) -> Sequence[jax.Array]:
     windows = [jnp.stack(window_places(q, x, s)) for x, s in zip(arrays, starts, strict=True)]
     there = jnp.stack(window_places(q, jnp.ones(arrays[0].shape, bool), False))
     return _reduce({**q, "dimensions": (0,)}, *windows, *starts, there=there)
-
-
-def _tridiagonal_solve(
-    q: Params, below: jax.Array, on: jax.Array, above: jax.Array, b: jax.Array
-) -> jax.Array:
-    """Elimination without pivots, row by row; each column of `b` by itself."""
-
-    def eliminated(carry: Any, row: Any) -> Any:
-        (factor, y), (a, d, u, b) = carry, row
-        pivot = d - a * factor
-        found = u / pivot, (b - a[..., None] * y) / pivot[..., None]
-        return found, found
-
-    rows = [*(jnp.moveaxis(x, -1, 0) for x in (below, on, above)), jnp.moveaxis(b, -2, 0)]
-    zeros = jnp.zeros_like(rows[0][0]), jnp.zeros_like(rows[3][0])
-    _, found = lax.scan(eliminated, zeros, rows)
-    _, x = lax.scan(lambda x, r: (r[1] - r[0][..., None] * x,) * 2, zeros[1], found, reverse=True)
-    return jnp.moveaxis(x, 0, -2)
 
 
 def _power(q: Params, x: jax.Array) -> jax.Array:
@@ -155,7 +129,6 @@ MEANINGS: dict[str, Operator] = {
     "reduce_window_min": lambda q, x: jnp.stack(window_places(q, x, np.inf)).min(0),
     "select_and_scatter_add": _select_and_scatter_add,
     "select_and_gather_add": _select_and_gather_add,
-    "tridiagonal_solve": _tridiagonal_solve,
     "ragged_dot_general": lambda q, *xs: ragged_dot_dense(*xs, **q),
     "cumprod": _cumulative(lax.mul),
     "cummax": _cumulative(lax.max),

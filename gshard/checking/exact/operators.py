@@ -183,15 +183,20 @@ def _fourier(eqn: JaxprEqn, a: Exact) -> Exact:
     return exact(f, a, r=made.r, e=made.e if f.dtype.kind == "c" else None)
 
 
-def _triangular_solve(eqn: JaxprEqn, a: Exact, b: Exact) -> Exact:
-    """Linear in the right side: a product with an unknown matrix, which is a function of `a`."""
+def _solve(eqn: JaxprEqn, *of: Exact) -> Exact:
+    """Linear in the right side: a product with an unknown matrix, which is a function of the left
+    one, or of three diagonals."""
+    *left, b = of
+    on_left = eqn.params.get("left_side", True)
     settings = {k: v for k, v in eqn.params.items() if k != "left_side"}
-    key, digest = str(sorted(settings.items())), _digest(a, range(1, a.ndim - 2))
-    matrix = _hashes((a.shape[-1],) * 2, "triangular_solve", key, more=(digest,))
+    parts = [_digest(a, range(1, b.ndim - 2)) for a in left]
+    parts = [x.reshape(*x.shape[: b.ndim - 2], 1, 1) for x in parts]
+    size = b.shape[-2 if on_left else -1]
+    matrix = _hashes((size, size), eqn.primitive.name, str(sorted(settings.items())), more=parts)
     matrix = matrix if b.is_complex else Exact(matrix.f.real, matrix.r)
-    sides = (matrix, b) if eqn.params["left_side"] else (b, matrix)
-    made = plain(_run(eqn, [a, b])[0])
-    return exact(made, a, b, **times(field.matmul, *sides), degree=b.degree + 1)
+    sides = (matrix, b) if on_left else (b, matrix)
+    made = plain(_run(eqn, of)[0])
+    return exact(made, *of, **times(field.matmul, *sides), degree=b.degree + 1)
 
 
 # ------------------------------------------------------------------------ sums
@@ -311,5 +316,5 @@ _OF_FLOATS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("dot_general", "leaf_dot"), _dot_general),
     "reduce_prod": _reduced(lambda a, b: mul(None, a, b), 1), "argmax": _arg(larger),
     "reduce_max": _reduced(larger, -np.inf), "reduce_min": _reduced(smaller, np.inf),
-    "argmin": _arg(smaller), "triangular_solve": _triangular_solve,
+    "argmin": _arg(smaller), **dict.fromkeys(("triangular_solve", "tridiagonal_solve"), _solve),
 }  # fmt: skip
