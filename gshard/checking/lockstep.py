@@ -17,13 +17,13 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import clean_up_dead_vars, last_used
-from gshard.checking.collectives import RUN_TOGETHER, groups_of, run_collective, run_manual
+from gshard.checking.collectives import over_groups, run_manual
 from gshard.checking.exact.number import Value, alike, at, chosen, plain, stacked_once
 from gshard.checking.tiles import Tiling
 from gshard.graph.regions import LOOPS, called, counts_of
 from gshard.graph.source import source_of
 from gshard.moving.available import Held
-from gshard.tensors.manual import MANUAL
+from gshard.tensors.manual import MANUAL, NamedAxes
 from gshard.tensors.sharding import Sharding
 
 Path = tuple[tuple[JaxprEqn, int], ...]  # the loops and branches around, with the number of each
@@ -117,8 +117,8 @@ class Lockstep:
     """Runs programs for all devices of a mesh with axes of these `sizes`."""
 
     def __init__(self, sizes: Mapping[str, int], numbers: Numbers):
-        self.sizes = dict(sizes)
-        self.count = math.prod(self.sizes.values())
+        grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        self.axes, self.count = NamedAxes(tuple(sizes), grid), grid.size
         self.numbers = numbers
 
     def run(
@@ -159,23 +159,20 @@ class Lockstep:
         body = called(eqn) or self.numbers.written_out(eqn)
         if body is not None:
             return (yield from self.run(body, operands, active, path))
-        if primitive is p.axis_index_p or primitive in RUN_TOGETHER:
+        eqn = over_groups(eqn, self.axes)
+        if eqn.primitive in MANUAL:
             self._check_together(eqn, active)
             with eqn.ctx.manager, np.errstate(all="ignore"):
-                return run_collective(eqn, operands, self.sizes)
-        if primitive in MANUAL:
-            return run_manual(eqn, operands, self.count)
+                return run_manual(eqn, operands, self.count)
         return self.numbers.local(eqn, operands, active)
 
     def _check_together(self, eqn: JaxprEqn, active: np.ndarray) -> None:
-        if eqn.primitive is p.axis_index_p or active.all():
-            return
-        for group in groups_of(eqn, self.sizes):
+        for group in () if active.all() else eqn.params.get("groups", ()):
             if len({bool(active[d]) for d in group}) > 1:
                 here = [d for d in group if active[d]]
                 away = [d for d in group if not active[d]]
                 raise DivergedError(
-                    f"{source_of(eqn)}: devices {here} run {eqn.primitive.name}, and devices "
+                    f"{source_of(eqn)}: devices {here} run {eqn.params['primitive']}, and "
                     f"{away} of their group do not: they took another branch of a cond or left a "
                     "loop earlier. On hardware this program hangs"
                 )

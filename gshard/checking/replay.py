@@ -220,7 +220,7 @@ class Replay(Iterator[ReplayStep]):
         sent: dict[int, np.ndarray] = {}
         received: dict[int, np.ndarray] = {}
         if eqn is not None and eqn.primitive in RUN_TOGETHER:
-            sent, received = exchanged(eqn, plain(event.operands[0]), device, self._machine.sizes)
+            sent, received = exchanged(eqn, plain(event.operands[0]), device, self._machine.axes)
         operands = self._pieces(eqn.invars if eqn else (), event.operands, device)
         results = self._pieces(event.variables, event.values, device)
         name, source = ("argument", "") if eqn is None else (eqn.primitive.name, source_of(eqn))
