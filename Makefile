@@ -79,12 +79,14 @@ docs: $(VENV)/installed
 	$(RUN) -m tools.badges --update
 
 # The pages of docs/ as a site in build/site, with search. A warning is an error.
-site: $(VENV)/installed
+site: $(RUN)
 	$(RUN) -m pip install --quiet --editable '.[docs]'
 	$(RUN) -m sphinx -W --keep-going -q -b html docs build/site
 
-$(VENV)/installed: pyproject.toml
+$(RUN):
 	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(RUN)
 	$(RUN) -m pip install --quiet --no-compile --upgrade pip  # an older one answers tools.matrix otherwise
 	$(RUN) -m pip install --quiet --no-compile --editable '.[dev]'
 	touch $@

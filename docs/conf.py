@@ -45,6 +45,7 @@ _urls = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text()
 if repository := _urls.get("Repository"):
     html_theme_options |= {
         "repository_url": repository,
+        "repository_branch": "main",  # in Colab's addresses too, which are else of `master`
         "path_to_docs": "docs",
         "use_source_button": True,
         "use_edit_page_button": True,

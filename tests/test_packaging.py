@@ -1,7 +1,9 @@
 """What users install: the wheel's contents and metadata, and the small public face."""
 
 import importlib.metadata
+import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,8 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import gshard
 from tools import badges, extras, matrix, release
@@ -137,6 +141,43 @@ def test_the_table_of_extras_is_in_the_docs():
     assert "`export` and `huggingface` exclude each other" in page
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert extras.needed(project) < extras.needed(project, "mt") | extras.needed(project)
+
+
+def contained(project, extra):
+    """An extra, and those of gshard that it contains."""
+    wanted = map(Requirement, project["optional-dependencies"][extra])
+    inner = [
+        e for requirement in wanted if requirement.name == "gshard" for e in requirement.extras
+    ]
+    return {extra}.union(*(contained(project, each) for each in inner))
+
+
+def test_the_extra_all_has_every_feature():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    others = set(project["optional-dependencies"]) - contained(project, "all")
+    assert others == {"export", "huggingface", "docs", "third-party", "slow", "dev"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", ["export", "huggingface"])  # which exclude each other
+def test_all_extras_together_resolve_in_two_minutes(wheel, tmp_path, last):
+    """Of processor time: an index may take long to answer."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {*project["optional-dependencies"], last} - ({"export", "huggingface"} - {last})
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "-q", "--ignore-installed"]
+    command += ["--report", report, f"{wheel.filename}[{','.join(sorted(extras))}]"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if "connection" in done.stderr.lower():
+        pytest.skip("there is no index to ask")
+    assert done.returncode == 0, done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 120
+    found = json.loads(report.read_text())["install"]
+    names = {canonicalize_name(each["metadata"]["name"]) for each in found}
+    named = (Requirement(r) for e in extras for r in project["optional-dependencies"][e])
+    assert {canonicalize_name(requirement.name) for requirement in named} <= names
 
 
 def test_a_release_is_tested_on_the_oldest_and_newest_versions():

@@ -6,6 +6,7 @@ import http.server
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import threading
@@ -82,6 +83,38 @@ def test_the_list_of_versions_is_that_of_the_tags():
             "preferred": True,
         }
     ]
+
+
+def test_making_the_site_installs_no_tools_of_developers(tmp_path):
+    command = ["make", "--dry-run", "site", f"VENV={tmp_path / 'env'}"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert f"-m venv {tmp_path / 'env'}" in shown
+    assert ".[docs]" in shown
+    assert ".[dev]" not in shown
+
+
+@pytest.mark.slow
+def test_one_setting_links_pages_to_their_source_and_notebooks_to_colab(tmp_path):
+    """An address of the repository, of which there is none yet."""
+    pytest.importorskip("sphinx_book_theme")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    project = (ROOT / "pyproject.toml").read_text()
+    assert "\nRepository" not in project
+    address = "https://github.com/owner/name"
+    (tmp_path / "pyproject.toml").write_text(
+        project.replace("[project.urls]", f'[project.urls]\nRepository = "{address}"')
+    )
+    (docs / "index.md").write_text("# Index\n\n```{toctree}\nfirst-model\n```\n")
+    shutil.copy(ROOT / "docs" / "conf.py", docs)
+    shutil.copytree(ROOT / "docs" / "_static", docs / "_static")
+    shutil.copy(ROOT / "docs" / "tutorial" / "first-model.ipynb", docs)
+    command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", docs, tmp_path / "html"]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    links = re.findall(r'href="(https://[^"]*)"', (tmp_path / "html/first-model.html").read_text())
+    page = "main/docs/first-model.ipynb"
+    colab = f"https://colab.research.google.com/github/owner/name/blob/{page}"
+    assert {colab, address, f"{address}/blob/{page}?plain=1", f"{address}/edit/{page}"} <= {*links}
 
 
 def test_pages_say_what_needs_a_checkout():

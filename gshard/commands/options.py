@@ -81,7 +81,7 @@ Arguments = Annotated[
 DevicesOfPaper = Annotated[
     int | None, typer.Option(help="number of devices", show_default="as many as the paper's", min=1)
 ]
-Run = Annotated[Path, typer.Argument(help="folder of a training run", autocompletion=complete_runs)]
+Run = Annotated[Path, typer.Argument(help="a run, or a release", autocompletion=complete_runs)]
 Runs = Annotated[
     list[Path],
     typer.Argument(help="folders of runs, shown together", autocompletion=complete_runs),
