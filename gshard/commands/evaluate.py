@@ -37,8 +37,7 @@ _Baselines = Annotated[
     bool, typer.Option("--baselines", help="train and score a bilingual model for each task")
 ]
 _Weights = Annotated[
-    str,
-    typer.Option(help="score with int8 or float32 weights too", show_default="as saved"),
+    str, typer.Option(help="score with int8 or float32 weights too", show_default="as saved")
 ]
 _Steps = Annotated[int, typer.Option(help="training steps of each bilingual model, at most")]
 
@@ -299,9 +298,7 @@ def table_by_test(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str
 
 
 def notes(
-    result: Mapping[str, Any],
-    baselines: Mapping[str, Any] | None,
-    compared: Mapping[str, Any],
+    result: Mapping[str, Any], baselines: Mapping[str, Any] | None, compared: Mapping[str, Any]
 ) -> list[str]:
     """What the numbers mean: signatures, what is left out, and which baselines do not compare."""
     from gshard.mt.evaluation.scores import FEW

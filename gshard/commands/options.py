@@ -66,11 +66,7 @@ Model = Annotated[str, typer.Argument(help="a model of the paper", autocompletio
 HardwareOfPaper = Annotated[str, typer.Option(help=_HARDWARE, autocompletion=complete_hardware)]
 Hardware = Annotated[
     str | None,
-    typer.Option(
-        help=_HARDWARE,
-        show_default="what JAX reports",
-        autocompletion=complete_hardware,
-    ),
+    typer.Option(help=_HARDWARE, show_default="what JAX reports", autocompletion=complete_hardware),
 ]
 Shapes = Annotated[
     list[str] | None, typer.Argument(help="shapes of its arguments, as in f32[8,256,128]")
@@ -83,8 +79,7 @@ DevicesOfPaper = Annotated[
 ]
 Run = Annotated[Path, typer.Argument(help="a run, or a release", autocompletion=complete_runs)]
 Runs = Annotated[
-    list[Path],
-    typer.Argument(help="folders of runs, shown together", autocompletion=complete_runs),
+    list[Path], typer.Argument(help="folders of runs, shown together", autocompletion=complete_runs)
 ]
 Page = Annotated[Path | None, typer.Option(help="an HTML file of the explained program")]
 Plots = Annotated[Path | None, typer.Option(help="a folder for plots")]

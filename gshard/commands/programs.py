@@ -59,8 +59,7 @@ def explain(
         ),
     ] = None,
     prove: Annotated[
-        bool,
-        typer.Option("--prove", help="prove that all devices compute what the function does"),
+        bool, typer.Option("--prove", help="prove that all devices compute what the function does")
     ] = False,
     dump: Annotated[
         Path | None, typer.Option(help="a folder for the program after every stage of lowering")

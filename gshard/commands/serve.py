@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 _Keys = Annotated[
-    Path | None,
-    typer.Option(help="TOML file of keys with limits", show_default="the page's token"),
+    Path | None, typer.Option(help="TOML file of keys with limits", show_default="the page's token")
 ]
 _Proxies = Annotated[
     str, typer.Option(help="addresses of proxies whose X-Forwarded headers are trusted")

@@ -27,10 +27,7 @@ from gshard.pages import checked, render, style
 _HERE = Path(__file__).parent
 _WORTH = 1.05  # times as fast, from which on a change of the partitioner is worth it
 _LINES = 12  # shown on one screen
-_CHANGES = {
-    "gshard": "gshard.jit instead of jax.jit",
-    "auto": "what gshard.auto chose",
-}
+_CHANGES = {"gshard": "gshard.jit instead of jax.jit", "auto": "what gshard.auto chose"}
 
 Tell = Callable[[str], None]
 

@@ -47,10 +47,7 @@ def partitioned(jitted: Any, own: dict[str, Any]) -> Any:
         given = [x if isinstance(x, jax.sharding.Sharding | jax.P) else None for x in leaves]
         keywords[side] = jax.tree.unflatten(getattr(info, f"{side}_treedef"), given)
     return gshard.jit(
-        jitted.__wrapped__,
-        compiler_options=dict(info.compiler_options_kvs),
-        **keywords,
-        **own,
+        jitted.__wrapped__, compiler_options=dict(info.compiler_options_kvs), **keywords, **own
     )
 
 

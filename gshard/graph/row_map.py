@@ -151,9 +151,9 @@ def constant(source: Any, shape: Sequence[int]) -> Layer:
     return Layer(source, (), tuple(Axis(0, n) for n in shape))
 
 
-def visible(layers: Iterable[Layer]) -> tuple[Layer, ...]:
-    """The layers that have elements; of a few, those that are not covered by a later one."""
-    found: list[Layer] = []
+def visible(layers: Iterable[Layer], below: Iterable[Layer] = ()) -> tuple[Layer, ...]:
+    """Layers that have elements over visible ones; of a few, those that no later one covers."""
+    found = list(below)
     for layer in layers:
         if layer.size:
             if len(found) <= _FEW:
@@ -270,9 +270,9 @@ def apart(layers: Sequence[Layer], shape: Sequence[int]) -> Sequence[Layer]:
     found: list[Layer] = []
     free = [(0, shape[dim])]  # the rows that no later layer has
     for layer in reversed(layers):
-        axis, left = layer.axes[dim], []
+        first, end, left = layer.axes[dim].at, layer.axes[dim].end, []
         for low, high in free:
-            a, b = max(low, axis.at), min(high, axis.end)
+            a, b = max(low, first), min(high, end)
             if a < b:
                 found.append(layer.part(dim, a, b))
                 left += [(low, a), (b, high)]

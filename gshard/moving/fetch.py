@@ -20,7 +20,7 @@ from gshard.graph.row_map import Axis, Layer
 from gshard.moving import halo
 from gshard.moving.costs import STEP_COST
 from gshard.moving.recompute import DEPTH, Made
-from gshard.moving.row_windows import Move, Runs, Windows, are_apart, plan_windows
+from gshard.moving.row_windows import Move, Numbers, Runs, Widths, Windows, are_apart, plan_windows
 from gshard.tensors.devices import Place
 from gshard.tensors.painting import Mask, any_of, painted
 from gshard.tensors.sharding import Split
@@ -29,7 +29,7 @@ from gshard.tensors.tile import Tile, rows_within
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `starts[c]` to `starts[c] + width` of a tile's dim, for the holders of tile c.
+    """Rows `starts[c]` to `starts[c] + widths` of a tile's dim, for the holders of tile c.
 
     An unsplit dim has the tiles of `split` instead of its own. If there are `moves`, only their
     rows are needed, in the places where they move them; all others are garbage.
@@ -38,15 +38,20 @@ class Rows:
     tile: Tile
     dim: int
     starts: np.ndarray
-    width: int
+    widths: Widths
     moves: tuple[Move, ...] = ()
     split: Split | None = None
+
+    @property
+    def width(self) -> int:
+        """The most rows that a tile needs."""
+        return int(np.max(self.widths))
 
     @property
     def windows(self) -> Windows:
         """The windows that tiles need of each other."""
         held, rows = Runs.of(self.tile, self.dim), self.tile.array.shape[self.dim]
-        return Windows.of(held, rows, self.starts, self.width, self.moves)
+        return Windows.of(held, rows, self.starts, self.widths, self.moves)
 
     def own(self, numbers: np.ndarray) -> np.ndarray:
         """For every device the number of its tile, of some that tiles have."""
@@ -59,19 +64,19 @@ def fetch(
     place: Place,
     tile: Tile,
     dim: int,
-    starts: Sequence[int] | np.ndarray,
-    width: int,
+    starts: Numbers,
+    widths: Widths,
     reason: Reason,
     moves: tuple[Move, ...] = (),
     split: Split | None = None,
 ) -> jax.Array:
-    """Rows `starts[c]` to `starts[c] + width` of the logical `dim` on the holders of tile c.
+    """Rows `starts[c]` to `starts[c] + widths` of the logical `dim` on the holders of tile c.
 
     They are sent, or recomputed from fewer bytes of the operands. For the tiles of `split`, if
     given: all devices have the rows of an unsplit dim. Rows may move to other places in the
     windows, with `moves`. A repeated request moves nothing.
     """
-    rows = Rows(tile, dim, np.asarray(starts, np.int64), width, moves, split)
+    rows = Rows(tile, dim, np.asarray(starts, np.int64), widths, moves, split)
     _, make = _cheapest(place, rows, DEPTH)
     return make(reason)
 
@@ -217,8 +222,7 @@ def _before_reshape(made: Made, rows: Rows) -> list[Rows | Tile] | None:
     if not step or any(others) or tile.sharding.splits[source] is not result.sharding.splits[dim]:
         return None
     first = rows.starts // step
-    width = int((-(-(rows.starts + rows.width) // step) - first).max())
-    return [Rows(tile, source, first, width)]
+    return [Rows(tile, source, first, -(-(rows.starts + rows.widths) // step) - first)]
 
 
 def _rows_for_one(made: Made, dim: int) -> int:

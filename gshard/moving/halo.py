@@ -194,10 +194,10 @@ def _by_gather(halo: Halo, place: Place, x: jax.Array, plan: RowPlan) -> jax.Arr
 
 def _own_window(halo: Halo, place: Place, x: jax.Array, begin: np.ndarray) -> jax.Array:
     """This device's window, of rows that begin with the logical row `begin` (per tile)."""
-    starts, width = np.array(halo.windows.starts), halo.windows.width
+    starts, ends = np.array([halo.windows.starts, halo.windows.ends])
     first, end = halo.windows.held.extent
-    needed = (starts < end) & (starts + width > first)
-    return window(place, x, halo.dim, np.where(needed, starts - begin, 0)[halo.mine], width)
+    at = np.where((starts < end) & (ends > first), starts - begin, 0)
+    return window(place, x, halo.dim, at[halo.mine], halo.windows.width)
 
 
 def _by_scatter(halo: Halo, place: Place, x: jax.Array, plan: RowPlan) -> jax.Array:

@@ -23,6 +23,7 @@ from gshard.moving.costs import MAX_ROUNDS, MAX_SHIFTS
 from gshard.tensors.tile import Tile
 
 Numbers = Sequence[int] | np.ndarray  # one for every tile
+Widths = int | np.ndarray  # the same for every tile, or one each
 
 
 class Move(NamedTuple):
@@ -95,7 +96,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows `starts[c]` to `starts[c] + width` for every tile c; what nobody has is garbage.
+    """Rows `starts[c]` to `ends[c]` for every tile c, of `width`; other rows of these are garbage.
 
     Tiles of `rows` rows have the logical rows from `low` to `high`, from the local row `first` on.
     `moves` says which of them become which rows of the windows; without any, all stay.
@@ -106,22 +107,23 @@ class Windows:
     high: tuple[int, ...]
     first: tuple[int, ...]
     starts: tuple[int, ...]
+    ends: tuple[int, ...]
     width: int
     moves: tuple[Move, ...] = ()
 
     @staticmethod
     def of(
-        held: Runs, rows: int, starts: Numbers, width: int, moves: Sequence[Move] = ()
+        held: Runs, rows: int, starts: Numbers, widths: Widths, moves: Sequence[Move] = ()
     ) -> Windows:
         """The windows on tiles that have the runs `held`; a single move is another numbering."""
-        starts = np.asarray(starts, np.int64)
+        starts, width = np.asarray(starts, np.int64), int(np.max(widths))
         if len(moves) == 1:
             (move,) = moves
             held, starts, moves = held.only(move[:2]), starts - move.by, ()
-        low, high, first, begin = (
-            tuple(x.tolist()) for x in (held.low, held.high, held.first, starts)
+        low, high, first, begin, end = (
+            tuple(x.tolist()) for x in (held.low, held.high, held.first, starts, starts + widths)
         )
-        return Windows(rows, low, high, first, begin, width, tuple(moves))
+        return Windows(rows, low, high, first, begin, end, width, tuple(moves))
 
     @property
     def held(self) -> Runs:
@@ -180,13 +182,13 @@ def plan_fetch(
     tiles: int,
     size: int,
     starts: Numbers,
-    width: int,
+    widths: Widths,
     moves: Sequence[Move] = (),
     rows: int | None = None,
 ) -> RowPlan:
     """The plan for windows of even tiles, of `rows` rows if given."""
     rows = rows or -(-size // tiles)
-    return plan_windows(Windows.of(Runs.even(tiles, rows, size), rows, starts, width, moves))
+    return plan_windows(Windows.of(Runs.even(tiles, rows, size), rows, starts, widths, moves))
 
 
 def retiling(tiles: int, rows: int, size: int, total: int) -> Windows:
@@ -201,20 +203,20 @@ def largest(pieces: Sequence[RowShift]) -> int:
 
 def _rounds(windows: Windows) -> list[list[RowShift]] | None:
     """The pieces in rounds, those of one size together, the large ones first; None if too many."""
-    held, starts, width = windows.held, np.array(windows.starts, np.int64), windows.width
+    held, starts, ends = windows.held, *np.array([windows.starts, windows.ends], np.int64)
     order = np.flatnonzero(held.low < held.high)
     order = order[np.argsort(held.low[order], kind="stable")]
     low, high = held.low[order], held.high[order]
     found: list[RowShift] = []
     for move in windows.every_move:
         begin = np.searchsorted(high, np.maximum(starts - move.by, move.first), side="right")
-        end = np.searchsorted(low, np.minimum(starts + width - move.by, move.end), side="left")
+        end = np.searchsorted(low, np.minimum(ends - move.by, move.end), side="left")
         if (end - begin).max(initial=0) > MAX_ROUNDS + 1:
             return None
-        for c, start in enumerate((starts - move.by).tolist()):
+        for c, (start, stop) in enumerate(zip(*(x - move.by for x in (starts, ends)), strict=True)):
             for s in range(begin[c], end[c]):
-                a = max(int(low[s]), start, move.first)
-                b = min(int(high[s]), start + width, move.end)
+                a = int(max(low[s], start, move.first))
+                b = int(min(high[s], stop, move.end))
                 if a < b:
                     found.append(RowShift(c, int(order[s]), a, b, move.by))
     found.sort(key=lambda p: (p.low - p.high, abs(p.receiver - p.sender), p))
@@ -227,10 +229,8 @@ def _shifts(windows: Windows) -> list[Shift] | None:
     None if they are too many.
     """
     rows, number = windows.rows, np.arange(len(windows.starts))
-    held, starts = windows.held, np.array(windows.starts, np.int64)
-    low, high = (
-        np.clip(x, *held.extent) - held.begins[0] for x in (starts, starts + windows.width)
-    )
+    held, wanted = windows.held, np.array([windows.starts, windows.ends], np.int64)
+    low, high = np.clip(wanted, *held.extent) - held.begins[0]
     needed = low < high
     if not needed.any():
         return []

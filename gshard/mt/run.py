@@ -91,9 +91,7 @@ class Run:
         if self.config.reproducible:
             model = dataclasses.replace(model, dispatch="einsum")
         return dataclasses.replace(
-            model,
-            source_vocab=self.tokenizer.source_size,
-            target_vocab=self.tokenizer.target_size,
+            model, source_vocab=self.tokenizer.source_size, target_vocab=self.tokenizer.target_size
         )
 
     @functools.cached_property

@@ -99,11 +99,7 @@ def bars(title: str, rows: Mapping[str, Sequence[tuple[str, float, str]]]) -> Ch
     top = 1.35 * max(lengths, default=1.0)  # room for the text
     spec = {
         "data": {"values": values},
-        "encoding": {
-            "y": y,
-            "yOffset": offset,
-            "x": {**x, "scale": {"domain": [0, top or 1.0]}},
-        },
+        "encoding": {"y": y, "yOffset": offset, "x": {**x, "scale": {"domain": [0, top or 1.0]}}},
         "layer": [
             {"mark": {"type": "bar", "cornerRadiusEnd": 2}, "encoding": {"color": _colour(series)}},
             {

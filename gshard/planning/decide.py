@@ -24,13 +24,7 @@ from gshard.planning.walk import Decisions, Walk
 from gshard.rules import RegionRule, Rule
 from gshard.rules.base.rule import Carried, Way
 from gshard.rules.base.unreduced import owners_of
-from gshard.rules.base.uses import (
-    SCATTERED,
-    Delayed,
-    accumulators,
-    leaving,
-    linear_carries,
-)
+from gshard.rules.base.uses import SCATTERED, Delayed, accumulators, leaving, linear_carries
 from gshard.rules.base.ways import FactorSplit
 from gshard.rules.indexing import held_dims, roles_of
 from gshard.rules.scatter import unreduced_start

@@ -67,6 +67,7 @@ class Walk(ABC):
     unreduced: Mapping[Any, float] = field(default_factory=dict)
     control: Any = lax
     literals: dict[Any, Tile] = field(default_factory=dict)
+    rows: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.mover = Mover(self.place, self.seen)

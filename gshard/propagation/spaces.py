@@ -34,9 +34,16 @@ class Space(NamedTuple):
         return self.high - self.low < self.size
 
     @property
+    def gap(self) -> int:
+        """How far apart rows are held: next to each other where tiles begin alike then."""
+        return self.step if self.split.rows(self.size) % self.step else 1
+
+    @property
     def held(self) -> int:
         """The rows of all tiles."""
-        return (self.high - self.low) * (self.split.tiles if self.is_border else 1)
+        if self.is_border:
+            return (self.high - self.low) * self.split.tiles
+        return -(-self.size * self.gap // self.step)
 
     @property
     def begin(self) -> int:
@@ -49,7 +56,7 @@ class Space(NamedTuple):
         first = max(0, -((self.first - self.low) // self.step))
         last = min(rows, -((self.first - self.high) // self.step))
         at = self.first + self.step * first - self.low + self.begin
-        return first, max(last - first, 0), at
+        return first, max(last - first, 0), at * self.gap // self.step
 
 
 Place = tuple[tuple[int, Space], ...]  # the dims of a tensor whose rows are in another space
@@ -67,7 +74,8 @@ def distance(layer: Layer) -> int:
     """How far rows are from where they are read."""
     if layer.is_constant:
         return 0
-    return sum(abs(layer.base[a.dim] - a.at) for a in layer.axes if a.dim is not None)
+    read = [(a, layer.base[a.dim]) for a in layer.axes if a.dim is not None]
+    return sum(abs(first - a.at * a.stride // a.step) for a, first in read)
 
 
 def rank(layer: Layer) -> tuple[int, int]:
@@ -80,7 +88,7 @@ def window_of(source: Any, place: Place, var: Any) -> Layer:
     window = entire(source, var.aval.shape)
     for d, space in place:
         first, rows, at = space.shared(var.aval.shape[d])
-        window = window.along(d, Axis(first, rows, d, 1, space.step), at)
+        window = window.along(d, Axis(first, rows, d, 1, space.gap), at)
     return window
 
 
@@ -92,14 +100,14 @@ def extended(layer: Layer, place: Place, shape: Sequence[int]) -> Iterator[Layer
     window = entire(layer.source, shape)
     for d, space in place:
         first, rows, at = space.shared(shape[d])
-        window = window.along(d, Axis(at, rows, d, space.step), first)
+        window = window.along(d, Axis(at, rows, d, space.gap), first)
     for found in through(window, [layer]):
         for d, space in place:
             axis, own = found.axes[d], layer.axes[d]
             if own.step > 1:  # between its rows are those of other layers
                 continue
             low = space.begin if own.at == 0 else axis.at
-            end = space.begin + space.high - space.low
+            end = space.begin + (space.high - space.low if space.is_border else space.held)
             high = end if own.end == shape[d] else axis.end
             every, rest = divmod(axis.stride, axis.step)
             if axis.dim is None:

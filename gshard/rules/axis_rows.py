@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from gshard.graph.reason import Reason
-from gshard.graph.row_map import Axis
+from gshard.graph.row_map import Axis, Layer
 from gshard.moving.fetch import fetch
 from gshard.moving.halo import align, collect, window
-from gshard.moving.row_windows import Move, Runs, Windows, plan_fetch, plan_windows
+from gshard.moving.row_windows import Move, Runs, Windows, are_apart, plan_fetch, plan_windows
 from gshard.rules.base.rule import Context
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Split
 from gshard.tensors.tile import Tile
-
-
-class RowsOfDim(Protocol):
-    """The rows of a dim that become rows of a result."""
-
-    def sent(self, size: int, tiles: int) -> float:
-        """How many rows a device sends if `size` rows are in `tiles` tiles before and after."""
-        ...
-
-    def run(self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason) -> Array:
-        """The rows of the result's tiles in their places; the source is split alike or unsplit."""
-        ...
-
-    def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> Array:
-        """The rows, one behind the other, on every device."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -57,38 +41,45 @@ class AxisRows:
 
     def sent(self, size: int, tiles: int) -> float:
         """Rows at the borders of the tiles, or every row of a result on other devices."""
-        starts, count = self._needed(tiles)
         stride, local = abs(self.axis.stride), -(-size // tiles)
         if stride == 1:
-            only = self.only
-            return plan_fetch(tiles, size, starts + only[0], count, [Move(*only, 0)]).sent
-        if -(-self.size // tiles) % self.axis.step:
-            return math.inf  # windows that overlap
+            return plan_fetch(tiles, size, *self.read(tiles), [Move(*self.only, 0)]).sent
         held = self._held(tiles, local, size)
-        return plan_windows(Windows.of(held, -(-local // stride), starts, count)).sent
+        return plan_windows(Windows.of(held, -(-local // stride), *self._needed(tiles))).sent
+
+    def read(self, tiles: int) -> tuple[np.ndarray, np.ndarray]:
+        """The source's rows that each tile of the result needs: the first, and how many."""
+        (starts, counts), stride = self._needed(tiles), abs(self.axis.stride)
+        return self.only[0] + starts * stride, np.maximum((counts - 1) * stride + 1, 0)
 
     def run(self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason) -> Array:
         """Fetch rows, and spread them."""
         assert split
-        place, (starts, count) = ctx.place, self._needed(split.tiles)
-        stride, (first, end) = abs(self.axis.stride), self.only
-        if stride == 1:
-            only = (Move(first, end, 0),)
-            x = fetch(place, tile, dim, starts + first, count, reason, only, split)
-        elif tile.sharding.splits[dim] is None:
-            x = lax.slice_in_dim(tile.array, first, end, stride, dim)
-            x = window(place, x, dim, starts[split.own], count)
-        else:
-            held, x = self._thinned(place, tile, dim)
-            windows = Windows.of(held, x.shape[dim], starts, count)
-            x = align(place, x, tile.sharding, dim, windows, reason)
+        place, (starts, counts) = ctx.place, self.read(split.tiles)
+        if tile.sharding.splits[dim] is None or abs(self.axis.stride) == 1:
+            x = fetch(place, tile, dim, starts, counts, reason, (Move(*self.only, 0),), split)
+            return self.placed(place, x, dim, split, starts)
+        held, x = self._thinned(place, tile, dim)
+        windows = Windows.of(held, x.shape[dim], *self._needed(split.tiles))
+        return self._spread(place, align(place, x, tile.sharding, dim, windows, reason), dim, split)
+
+    def placed(self, place: Place, x: Array, dim: int, split: Split, low: np.ndarray) -> Array:
+        """Such rows in their places, of the source's rows from `low` on in each tile."""
+        starts, counts = self.read(split.tiles)
+        x = window(place, x, dim, (starts - low)[split.own], int(counts.max()))
+        x = lax.slice_in_dim(x, 0, None, abs(self.axis.stride), dim)
+        return self._spread(place, x, dim, split)
+
+    def _spread(self, place: Place, x: Array, dim: int, split: Split) -> Array:
+        """The rows that each tile needs, one behind the other, in their places."""
         x = lax.rev(x, (dim,)) if self.axis.stride < 0 else x
         at, rows, step = self.axis.at, self.axis.rows, self.axis.step
         if step == 1:
             return x
+        starts, _ = self._needed(split.tiles)
         holes = [(0, 0, (step - 1) * (d == dim)) for d in range(x.ndim)]
+        number = rows - starts - x.shape[dim] if self.axis.stride < 0 else starts  # of the first
         x = lax.pad(x, jnp.zeros((), x.dtype), holes)
-        number = rows - starts - count if self.axis.stride < 0 else starts  # of the first
         local = -(-self.size // split.tiles)
         offset = at + number * step - np.arange(split.tiles) * local
         return window(place, x, dim, -offset[split.own], local)
@@ -99,14 +90,11 @@ class AxisRows:
         x = collect(ctx.place, x, tile.sharding, dim, held, self.axis.rows, reason)
         return lax.rev(x, (dim,)) if self.axis.stride < 0 else x
 
-    def _needed(self, tiles: int) -> tuple[np.ndarray, int]:
-        """The first row that each tile of the result needs, and how many there may be."""
+    def _needed(self, tiles: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first row that each tile of the result needs, and how many."""
         local, axis = -(-self.size // tiles), self.axis
-        first = np.arange(tiles) * local - axis.at
-        count = (local - 1) // axis.step + 1
-        if axis.stride < 0:
-            return axis.rows - 1 - (first + local - 1) // axis.step, count
-        return -(-first // axis.step), count
+        border = -(-(np.arange(tiles + 1) * local - axis.at) // axis.step)
+        return axis.rows - border[1:] if axis.stride < 0 else border[:-1], np.diff(border)
 
     def _held(self, tiles: int, local: int, size: int) -> Runs:
         """The rows that tiles have, if they are at the start of their arrays."""
@@ -126,3 +114,86 @@ class AxisRows:
         begin = np.clip(held.low * stride + first - np.arange(split.tiles) * rows, 0, rows)
         x = window(place, tile.array, dim, begin[split.own], (count - 1) * stride + 1)
         return held, lax.slice_in_dim(x, 0, None, stride, dim)
+
+
+# ---------------------------------------------------------------- rows for several row maps
+
+Moves = tuple[Move, ...]
+
+
+class Reader(NamedTuple):
+    """The rows of a source that tiles of a result read, and how many are sent for them alone.
+
+    Beyond the source's ends they are `copies` of others: as in a roll, or at a border with an edge.
+    """
+
+    rows: AxisRows
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    copies: Moves
+    sent: float
+
+
+def reader(layers: Sequence[Layer], dim: int, size: int, rows: int, tiles: int) -> Reader | None:
+    """Who reads layers of a source with `size` rows, for tiles of a result with `rows`.
+
+    None if no rows are neighbours, or some are rearranged.
+    """
+    most = max(layers, key=lambda n: (n.axes[dim].rows, -abs(n.axes[dim].at - n.base[dim])))
+    axis, first, moves = most.axes[dim], most.base[dim], moves_of(layers, dim)
+    by = axis.at - first
+    copies = tuple(m._replace(by=m.by - by) for m in moves if m != (first, first + axis.rows, by))
+    inside = any(m.end + m.by > 0 and m.first + m.by < size for m in copies)
+    if axis.rows < 2 or axis.stride < 0 or inside:
+        return None
+    own = AxisRows(axis, first, rows)
+    (starts, counts), sent = own.read(tiles), own.sent(size, tiles)
+    if axis.stride == 1:
+        sent = plan_fetch(tiles, size, starts, counts, _beside(copies, size)).sent
+    return Reader(own, tuple(starts.tolist()), tuple(counts.tolist()), copies, sent)
+
+
+class Together:
+    """What several readers of a source have in common: rows from `low` on for each tile."""
+
+    def __init__(self, readers: Sequence[Reader], size: int):
+        copies = _joined_moves([m for reader in readers for m in reader.copies])
+        self.are_several = len(readers) > 1
+        self.readers = set() if copies is None else set(readers)
+        if copies is None or not readers:
+            return
+        self.low = np.min([r.starts for r in readers], axis=0)
+        self.widths = np.max([np.add(r.starts, r.counts) for r in readers], axis=0) - self.low
+        self.moves, self.alone = _beside(copies, size), sum(reader.sent for reader in readers)
+        self.sent = plan_fetch(len(self.low), size, self.low, self.widths, self.moves).sent
+
+    def is_less(self, several: bool) -> bool:
+        """Whether fewer rows are sent at once; not more, if rows move along `several` dims."""
+        return self.sent < self.alone or (several and self.sent == self.alone)
+
+
+def moves_of(layers: Sequence[Layer], dim: int) -> Moves:
+    """The rows of all layers of a source, if those can be fetched at once."""
+    if not all(layer.axes[dim].is_run for layer in layers):
+        return ()
+    found = dict.fromkeys(
+        Move(n.base[dim], n.base[dim] + n.axes[dim].rows, n.axes[dim].at - n.base[dim])
+        for n in layers
+    )
+    return tuple(found) if are_apart(found) else ()
+
+
+def _joined_moves(moves: Sequence[Move]) -> Moves | None:
+    """Moves without repetitions; None if two rows become one."""
+    found: list[Move] = []
+    for move in sorted(moves, key=lambda m: (m.by, m.first)):
+        if found and found[-1].by == move.by and move.first <= found[-1].end:
+            last = found.pop()
+            move = last._replace(end=max(last.end, move.end))
+        found.append(move)
+    return tuple(found) if are_apart(found) else None
+
+
+def _beside(copies: Moves, size: int) -> Moves:
+    """Copies, and all rows in their own places."""
+    return (Move(0, size, 0), *copies) if copies else ()

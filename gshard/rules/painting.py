@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,12 @@ from jax.extend.core import JaxprEqn
 from gshard.graph.reason import Reason
 from gshard.graph.row_map import Axis, Layer
 from gshard.moving.fetch import fetch
-from gshard.moving.halo import align, window
-from gshard.moving.row_windows import Move, Runs, Windows, are_apart, plan_fetch
-from gshard.rules.axis_rows import AxisRows, RowsOfDim
+from gshard.rules.axis_rows import AxisRows, Moves, Reader, Together, moves_of, reader
 from gshard.rules.base.layers import ROW_MAPS, layers_of
 from gshard.rules.base.rule import Context
 from gshard.tensors.painting import Mask, all_of, any_of, painted
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, rows_within
-
-Moves = tuple[Move, ...]
 
 
 class RowMap:
@@ -56,13 +52,9 @@ class RowMap:
                 found.setdefault(layer.source, []).append(layer)
         return found
 
-    def rows(self, layer: Layer, dim: int, tiles: Mapping[int, Tile]) -> RowsOfDim:
-        """The rows of a layer along a dim."""
+    def rows(self, layer: Layer, dim: int, tiles: Mapping[int, Tile]) -> Any:
+        """The rows of a layer along a dim: `AxisRows`, or such that are known at run time."""
         return AxisRows(layer.axes[dim], layer.base[dim], self.shape[dim])
-
-    def moves(self, layers: Sequence[Layer], dim: int) -> Moves:
-        """The rows of all layers of a source, if those can be fetched at once."""
-        return () if self.at_run_time else _moves(layers, dim)
 
     def read(self, layers: Sequence[Layer], dim: int) -> slice:
         """The rows of an unsplit dim that layers of a source read."""
@@ -97,16 +89,17 @@ class Painting:
         self.arrays: list[jax.Array] = []
         self.on_tile: dict[tuple[Split, int], jax.Array] = {}  # whether a device has a tile
         self.fetched: dict[Any, int] = {}  # the numbers of arrays, by what they are fetched for
+        self.hulls: dict[Any, Any] = {}  # by sources and dims; empty if layers have their own
 
     def run(self, tiles: Mapping[int, Tile]) -> jax.Array:
         """Fetch the rows of each layer, and paint."""
         self.tiles, layers = dict(tiles), self._ordered()
-        self.others = {number: self._others(number) for number in self.map.sources}
         for number, own in self.map.sources.items():
             layers = self._narrowed(number, own, layers)
+        self.layers = layers
         found, masks = list[Layer](), list[list[Mask]]()
         for layer in layers:
-            part, mask = self._part(layer, layers)
+            part, mask = self._part(layer)
             if found and found[-1] == part:  # other rows of what was fetched at once
                 masks[-1].append(mask)
             else:
@@ -140,7 +133,8 @@ class Painting:
             if splits[d] is None:
                 rows[d] = self.map.read(own, d)
         same = all(r == slice(0, n, 1) for r, n in zip(rows, tile.array.shape, strict=True))
-        if same or any(len(self._readers(number, d)) > 1 for d in sent):  # others fetch rows, too
+        var = self.map.operands[number]
+        if same or any(self._together(var, d).are_several for d in sent):  # they fetch rows, too
             return layers
         lows, highs, steps = zip(*((r.start, r.stop, r.step) for r in rows), strict=True)
         x = lax.slice(tile.array, lows, highs, steps)
@@ -155,13 +149,13 @@ class Painting:
             cut.append(layer)
         return cut
 
-    def _part(self, layer: Layer, layers: Sequence[Layer]) -> tuple[Layer, Mask]:
+    def _part(self, layer: Layer) -> tuple[Layer, Mask]:
         """A layer of local arrays, and which elements of it are painted."""
         key: Any = layer.source
         tile, part, masks = self.tiles[layer.source], layer, list[Mask]()
         dims = range(len(self.splits)) if layer.is_constant else (
             self.map.order(tile.sharding, tile.shape))  # fmt: skip
-        hulls = {} if layer.is_constant else self._hulls(layer, layers)
+        hulls = self._hulls(layer)
         for d in dims:
             split, axis, rows = self.splits[d], layer.axes[d], self.local[d]
             here = None if layer.is_constant else tile.sharding.splits[d]
@@ -189,7 +183,9 @@ class Painting:
             self.fetched[key] = len(self.arrays)
             array = tile.array
             for d, hull in hulls.items():  # at last: other row maps read the same rows
-                array = window(self.ctx.place, array, d, hull.first, self.local[d])
+                split = self.splits[d]
+                assert split
+                array = hull.rows.placed(self.ctx.place, array, d, split, hull.low)
             self.arrays.append(array)
         return Layer(self.fetched[key], part.base, part.axes), all_of(masks)
 
@@ -235,125 +231,81 @@ class Painting:
 
     # ------------------------------------------------------------ rows for several row maps
 
-    def _others(self, number: int) -> list[tuple[RowMap, Sequence[Split | None]]]:
+    def _others(self, var: Any) -> list[tuple[RowMap, Sequence[Split | None]]]:
         """The row maps that read a source, and the splits of their results."""
-        readers = self.ctx.readers(self.map.operands[number]) if self.shared else ()
-        eqns = [eqn for eqn in readers if eqn.primitive in ROW_MAPS]
-        return [(RowMap(eqn), self.ctx.sharding(eqn.outvars[0]).splits) for eqn in eqns]
+        known = self.ctx.rows
+        if var not in known:
+            eqns = [eqn for eqn in self.ctx.readers(var) if eqn.primitive in ROW_MAPS]
+            maps = [known.setdefault(eqn, known.get(eqn) or RowMap(eqn)) for eqn in eqns]
+            splits = [self.ctx.sharding(eqn.outvars[0]).splits for eqn in eqns]
+            known[var] = list(zip(maps, splits, strict=True))
+        return list(known[var])
 
-    def _readers(self, number: int, dim: int) -> list[Reader]:
+    def _together(self, var: Any, dim: int) -> Together:
         """What row maps read of a source for tiles that are split like those here."""
-        split, var, found = self.splits[dim], self.map.operands[number], list[Reader | None]()
-        for row_map, splits in self.others[number]:
-            if split and splits[dim] is split:
-                layers = [n for n in row_map.layers if row_map.operands[n.source] is var]
-                moves, rows = _moves(layers, dim), split.rows(row_map.shape[dim])
-                for own in [moves] if moves else [_moves([n], dim) for n in layers]:
-                    found.append(_reader(own, rows, var.aval.shape[dim]))
-        return [reader for reader in dict.fromkeys(found) if reader]
+        split, size, found = self.splits[dim], var.aval.shape[dim], list[Reader | None]()
+        if (var, dim, split) not in self.ctx.rows:
+            for row_map, splits in self._others(var):
+                if split and splits[dim] is split:
+                    own = [n for n in row_map.layers if row_map.operands[n.source] is var]
+                    each = [own] if moves_of(own, dim) else [[n] for n in own]
+                    found += [reader(n, dim, size, row_map.shape[dim], split.tiles) for n in each]
+            self.ctx.rows[var, dim, split] = Together([r for r in found if r], size)
+        return cast(Together, self.ctx.rows[var, dim, split])
 
-    def _hulls(self, layer: Layer, layers: Sequence[Layer]) -> dict[int, Hull]:
+    def _moving(self, var: Any) -> Sequence[int]:
+        """The dims to fetch rows along: all that move rows, if one row map has several."""
+        if (var, self.splits) not in self.ctx.rows:
+            moved = [
+                {d for d in other.moving if splits[d] and splits[d] is self.splits[d]}
+                for other, splits in self._others(var)
+            ]
+            corners = any(len(dims) > 1 for dims in moved)
+            self.ctx.rows[var, self.splits] = sorted(set().union(*moved)) if corners else ()
+        return cast(Sequence[int], self.ctx.rows[var, self.splits])
+
+    def _hulls(self, layer: Layer) -> dict[int, Hull]:
         """The rows that are fetched at once, by dims: those of all row maps, if that sends less.
 
         Where one of them moves rows along two dims, all fetch rows along both, with the corners.
         """
-        moved, own = [self.cut], [n for n in layers if n.source == layer.source]
-        for other, splits in self.others[layer.source]:
-            moved.append([d for d in other.moving if splits[d] and splits[d] is self.splits[d]])
-        several, found = any(len(dims) > 1 for dims in moved), dict[int, Hull | None]()
-        for d in set().union(*moved) if several else self.cut:
-            if self.tiles[layer.source].sharding.splits[d]:
-                moves = self.map.moves(own, d) or self.map.moves([layer], d)
-                found[d] = self._hull(layer.source, d, moves, several)
+        number, found = layer.source, dict[int, Hull | None]()
+        if layer.is_constant or self.map.at_run_time or not self.shared:
+            return {}
+        several = self._moving(self.map.operands[number])
+        for d in several or self.cut:
+            if self.tiles[number].sharding.splits[d]:
+                if (number, d) not in self.hulls:
+                    own = [n for n in self.layers if n.source == number]
+                    self.hulls[number, d] = moves_of(own, d) and self._hull(own, d, bool(several))
+                hull = self.hulls[number, d]
+                found[d] = self._hull([layer], d, bool(several)) if hull == () else hull
         return {d: hull for d, hull in found.items() if hull}
 
-    def _hull(self, number: int, dim: int, moves: Moves, several: bool) -> Hull | None:
-        split, rows, size = self.splits[dim], self.local[dim], self.tiles[number].shape[dim]
+    def _hull(self, layers: Sequence[Layer], dim: int, several: bool) -> Hull | None:
+        var, split = self.map.operands[layers[0].source], self.splits[dim]
+        rows, moves = self.map.shape[dim], moves_of(layers, dim)
         assert split
-        first, readers = np.arange(split.tiles), self._readers(number, dim)
-        alone = Hull(moves, first * rows, rows, moves, 0 * split.own) if len(moves) > 1 else None
-        copies = _joined_moves([m for reader in readers for m in reader.copies])
-        stay = several and moves and not any(move.by for move in moves)
-        own = Reader(0, rows, ()) if stay else _reader(moves, rows, size)
-        if own not in readers or copies is None or len(readers) + several < 2:
-            return alone
-        wanted = [(first * r.rows + r.by, r.rows, r.copies) for r in readers]
-        low = np.min([start for start, *_ in wanted], axis=0)
-        width = int((np.max([start + n for start, n, _ in wanted], axis=0) - low).max())
-        *each, together = (
-            plan_fetch(split.tiles, size, start, n, _beside(moved, size)).sent
-            for start, n, moved in (*wanted, (low, width, copies))
-        )
-        if together > sum(each) or (together == sum(each) and not several):
-            return alone
-        begin = (first * rows + own.by - low)[split.own]
-        return Hull(own, low, width, _beside(copies, size), begin)
+        together, every = self._together(var, dim), AxisRows(Axis(0, rows, dim), 0, rows)
+        own = reader(layers, dim, var.aval.shape[dim], rows, split.tiles)
+        if own in together.readers and together.is_less(several):
+            return Hull(own, together.low, together.widths, together.moves, own.rows)
+        low, widths = every.read(split.tiles)
+        return Hull(moves, low, widths, moves, every) if len(moves) > 1 else None
 
     def _widened(self, tile: Tile, dim: int, hull: Hull) -> Tile:
         """A source with the rows of a hull."""
-        place, split, reason = self.ctx.place, self.splits[dim], self._reason(dim)
-        if hull.moves:
-            held, rows = Runs.of(tile, dim), tile.array.shape[dim]
-            windows = Windows.of(held, rows, hull.low, hull.width, hull.moves)
-            array = align(place, tile.array, tile.sharding, dim, windows, reason)
-        else:
-            array = fetch(place, tile, dim, hull.low, hull.width, reason, (), split)
+        low, widths, moves, split = hull.low, hull.widths, hull.moves, self.splits[dim]
+        reason = self._reason(dim)
+        array = fetch(self.ctx.place, tile, dim, low, widths, reason, moves, split)
         return Tile(array, tile.sharding, tile.shape)
 
 
 class Hull(NamedTuple):
-    """Rows from `low` on for each tile; for one reader, those from `first` on of each device."""
+    """Rows from `low` on for each tile, of which a reader has `rows`."""
 
     key: Any
     low: np.ndarray
-    width: int
+    widths: np.ndarray
     moves: Moves
-    first: np.ndarray
-
-
-class Reader(NamedTuple):
-    """Tiles of `rows` rows, which are the rows of a source that are `by` further on.
-
-    Beyond its ends they are `copies` of others: as in a roll, or at a border with an edge.
-    """
-
-    by: int
-    rows: int
-    copies: Moves
-
-
-def _reader(moves: Moves, rows: int, size: int) -> Reader | None:
-    """Moves as one shift, and copies; None if no rows are neighbours, or some are rearranged."""
-    most = max(moves, key=lambda m: (m.end - m.first, -abs(m.by)), default=Move(0, 1, 0))
-    if most.end - most.first < 2:
-        return None
-    copies = tuple(m._replace(by=m.by - most.by) for m in moves if m is not most)
-    outside = all(m.end + m.by <= 0 or m.first + m.by >= size for m in copies)
-    return Reader(-most.by, rows, copies) if outside else None
-
-
-def _moves(layers: Sequence[Layer], dim: int) -> Moves:
-    """The rows of all layers of a source, if those can be fetched at once."""
-    if not all(layer.axes[dim].is_run for layer in layers):
-        return ()
-    found = dict.fromkeys(
-        Move(n.base[dim], n.base[dim] + n.axes[dim].rows, n.axes[dim].at - n.base[dim])
-        for n in layers
-    )
-    return tuple(found) if are_apart(found) else ()
-
-
-def _joined_moves(moves: Sequence[Move]) -> Moves | None:
-    """Moves without repetitions; None if two rows become one."""
-    found: list[Move] = []
-    for move in sorted(moves, key=lambda m: (m.by, m.first)):
-        if found and found[-1].by == move.by and move.first <= found[-1].end:
-            last = found.pop()
-            move = last._replace(end=max(last.end, move.end))
-        found.append(move)
-    return tuple(found) if are_apart(found) else None
-
-
-def _beside(copies: Moves, size: int) -> Moves:
-    """Copies, and all rows in their own places."""
-    return (Move(0, size, 0), *copies) if copies else ()
+    rows: AxisRows

@@ -8,6 +8,7 @@ there send nothing. Along unsplit dims windows are painted on every device.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from gshard.graph.row_map import Layer
 from gshard.moving.costs import sent_bytes, timed
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.row_windows import plan_fetch
+from gshard.rules.axis_rows import moves_of
 from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import Context, Doc, Linear, Rule, Way, register
 from gshard.rules.base.unreduced import made_alike
@@ -155,7 +157,8 @@ def _sent(
             rows = row_map.read(layers, d)
             start[d] = -(-(rows.stop - rows.start) // rows.step)
     sent, steps, seen = 0.0, 0, set[Any]()
-    moves = {d: row_map.moves(layers, d) if result.splits[d] else () for d in cut}
+    known = not row_map.at_run_time
+    moves = {d: moves_of(layers, d) if known and result.splits[d] else () for d in cut}
     for layer in layers:
         now, key = list(start), list[Any]()
         for d in cut:
@@ -247,16 +250,16 @@ def gathered_for_all(
 
     def sent(eqn: JaxprEqn) -> float:
         """What a slice sends by itself."""
-        (out,) = eqn.outvars
-        if RowMap(eqn).moving != moving or 0 in out.aval.shape:
+        row_map, wanted = RowMap(eqn), [shardings[eqn.outvars[0]]]
+        if row_map.moving != moving or 0 in row_map.shape:
             return 0.0
-        wanted = [shardings[out]]
-        ways = row_map_ways(eqn, [here], wanted, limit, RowMap)
+        ways = row_map_ways(eqn, [here], wanted, limit, lambda eqn: row_map)
         split = (w for w in ways if all(w.operands[0].splits[d] is here.splits[d] for d in moving))
         return min([price(w, eqn, [here], wanted) for w in split], default=np.inf)
 
     gathered = sum(step.bytes for step in plan_reshard(here, whole, aval.shape, aval.dtype))
-    return whole if 0 < gathered <= sum(map(sent, slices)) else here
+    enough = any(0 < gathered <= total for total in itertools.accumulate(map(sent, slices)))
+    return whole if enough else here
 
 
 def _linear(eqn: JaxprEqn) -> Sequence[Sequence[int]]:

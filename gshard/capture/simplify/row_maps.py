@@ -67,8 +67,11 @@ compose_row_maps.__name__ = "compose_row_maps"
 
 
 def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
-    """Splits as slices and tiles as copies, without slices and pads that change nothing."""
-    same, zeros = dict[Any, Any](), set[Any]()
+    """Splits as slices and tiles as copies, without slices and pads that change nothing.
+
+    Equal slices are one: what is read twice is sent once.
+    """
+    same, zeros, sliced = dict[Any, Any](), set[Any](), dict[Any, Any]()
     for eqn in eqns:
         eqn = renamed(eqn, same) if same else eqn
         if eqn.primitive is split_p:
@@ -89,6 +92,11 @@ def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
             if not any(widths) and out.aval == source.aval and out not in graph.results:
                 same[out] = source
                 continue
+            if eqn.primitive is p.slice_p and out not in graph.results:
+                first = sliced.setdefault((source, *eqn.params.values()), out)
+                if first is not out:
+                    same[out] = first
+                    continue
             if not source.aval.size and graph.fill(eqn.invars[-1]) == 0:
                 zeros.add(out)
         if eqn.primitive is p.add_jaxvals_p and zeros and eqn.outvars[0] not in graph.results:
@@ -224,6 +232,12 @@ class Origins:
         if eqn.primitive in _SUMS:
             one, other = (self.known[a] for a in eqn.invars)
             return (*one, *other[1:])
+        if not any(not n.is_constant and n.source in self.known for n in layers):
+            return layers
+        first, below = layers[0], () if layers[0].is_constant else self.known.get(layers[0].source)
+        if below and len(below) <= _MOST and first.is_all(first.source.aval.shape):
+            above = (found for layer in layers[1:] for found in self.of_layer(layer))
+            return visible(above, below)  # as in an update
         return visible(found for layer in layers for found in self.of_layer(layer))
 
     def resolved(self, layers: Layers, result: Any) -> Layers:

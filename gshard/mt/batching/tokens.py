@@ -144,12 +144,7 @@ def _good(place: Path, wanted: dict[str, str], verify: bool) -> bool:
 
 
 def _encode(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    task: Task,
-    split: str,
-    place: Path,
-    note: dict[str, str],
+    corpus: Corpus, tokenizer: Tokenizer, task: Task, split: str, place: Path, note: dict[str, str]
 ) -> None:
     table = corpus.read(task.foreign, split, ["source", "english"])
     foreign, english = table["source"].to_pylist(), table["english"].to_pylist()

@@ -52,9 +52,7 @@ _RESOURCE = re.compile(r"/resource\.language\.([a-z]{2,3}(?:_[a-z]{2,4})?)/")
 _REGION_SUFFIX = re.compile(r"(?:^|[-_.])([a-z]{2,3}[_-](?:[A-Z]{2}|[A-Z][a-z]{3})(?:@[a-z]+)?)$")
 _NAME_SUFFIX = re.compile(r"^([a-z]{2,3})[-_](([a-z]{2})(?:@[a-z]+)?)$")
 _SUFFIX = re.compile(r"(?:^|.*[-_.])([a-z]{2,3}(?:[_-][A-Za-z]{2,4})?(?:@[a-z]+)?)$")
-_FOLDER = re.compile(
-    rf"/(?:locale|locales|i18n|lang|po|translations)/({_LOCALE})/",
-)
+_FOLDER = re.compile(rf"/(?:locale|locales|i18n|lang|po|translations)/({_LOCALE})/")
 
 
 def language_of_path(path: str) -> str | None:

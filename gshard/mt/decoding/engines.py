@@ -134,11 +134,7 @@ def only_cpus() -> bool:
 
 
 def _host_translator(
-    run: Run,
-    which: str,
-    config: TranslateConfig,
-    broadcast: Broadcast | None,
-    engine: EngineConfig,
+    run: Run, which: str, config: TranslateConfig, broadcast: Broadcast | None, engine: EngineConfig
 ) -> tuple[TextTranslator, int]:
     from gshard.mt.decoding.host.products import use_threads
     from gshard.mt.decoding.host.translator import HostModel, HostTranslator

@@ -133,10 +133,7 @@ class Field:
         if self.kind == "file":
             return {**string, "format": "binary", "description": self.text}
         if self.kind == "texts":
-            return {
-                "oneOf": [string, {"type": "array", "items": string}],
-                "description": self.text,
-            }
+            return {"oneOf": [string, {"type": "array", "items": string}], "description": self.text}
         found: dict[str, Any] = {"type": self.kind, "description": self.text}
         if self.values:
             found["enum"] = list(self.values)

@@ -207,11 +207,7 @@ class Programs:
 
         jit = functools.partial(gshard.jit, devices=self.devices, reproducible=config.reproducible)
         self._jit, self._plain_first, self._plain_step = jit, first, step
-        self._first, self._dev, self._step = (
-            jit(first),
-            jit(dev),
-            jit(step, donate_argnums=0),
-        )
+        self._first, self._dev, self._step = (jit(first), jit(dev), jit(step, donate_argnums=0))
         self._compiled: dict[Any, Any] = {}  # steps, by the shapes of a batch
         self.teacher, self._placed_key = setup.teacher, None
         self._finite = gshard.jit(all_finite, devices=self.devices)

@@ -63,6 +63,8 @@ def choose_row_spaces(
         if not worse:
             break
         rejected |= worse
+    if not spaces.places and origins.known == origins.maps:  # nothing to compose
+        return jaxpr
     remarks += spaces.remarks()
     large = set(spaces.copies.values())
 
@@ -92,11 +94,7 @@ class _RowSpaces:
     """Where the tensors of a program are computed, and what is sent for them, before and after."""
 
     def __init__(
-        self,
-        graph: Graph,
-        origins: Origins,
-        shardings: Mapping[Any, Sharding],
-        rejected: set[Any],
+        self, graph: Graph, origins: Origins, shardings: Mapping[Any, Sharding], rejected: set[Any]
     ):
         self.graph, self.rejected = graph, rejected
         self.splits = {v: here.splits for v, here in shardings.items()}

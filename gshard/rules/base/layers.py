@@ -34,11 +34,9 @@ def _of_concatenate(eqn: JaxprEqn) -> Layers:
 def _of_slice(eqn: JaxprEqn) -> Layers:
     starts, shape = eqn.params["start_indices"], eqn.outvars[0].aval.shape
     strides = eqn.params["strides"] or (1,) * len(shape)
-    axes = tuple(
-        Axis(0, n, d, 1, int(s) if n > 1 else 1)
-        for d, (n, s) in enumerate(zip(shape, strides, strict=True))
-    )
-    return visible([Layer(0, tuple(map(int, starts)), axes)])
+    steps = [int(s) if n > 1 else 1 for n, s in zip(shape, strides, strict=True)]
+    axes = tuple([Axis(0, n, d, 1, steps[d]) for d, n in enumerate(shape)])
+    return (Layer(0, tuple(map(int, starts)), axes),) if 0 not in shape else ()
 
 
 def _of_pad(eqn: JaxprEqn) -> Layers:

@@ -78,6 +78,7 @@ class Context(Protocol):
     memory_limit: int
     unreduced: Mapping[Any, float]  # variables that may stay so; share of the reduction to pay
     control: Any  # `scan`, `while_loop`, `switch` and `platform_dependent` of `jax.lax`
+    rows: dict[Any, Any]  # what is read of tensors by all their row maps
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding; a repeated request moves nothing."""

@@ -23,11 +23,7 @@ from gshard.nn.config import EPSILON
 Weight = np.ndarray | Quantized
 Dtype = Literal["float32", "int64", "uint8"]
 
-_TYPES = {
-    "float32": TensorProto.FLOAT,
-    "int64": TensorProto.INT64,
-    "uint8": TensorProto.UINT8,
-}
+_TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "uint8": TensorProto.UINT8}
 MICROSOFT = "com.microsoft"
 _OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT, 1)]
 ZERO = 128  # the unsigned number for zero
