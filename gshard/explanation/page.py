@@ -82,7 +82,7 @@ def _card(findings: Findings, cost: LineCost) -> dict[str, Any]:
     if found.tried < found.candidates:
         remark = (
             f"{found.tried:,} of {found.candidates:,} changes of one annotation were tried: "
-            "explain(seconds=...) and `gshard explain --budget` try more."
+            "explain(seconds=...) and gshard explain --budget try more."
         )
     return {
         "line": cost.name,
