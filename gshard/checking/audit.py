@@ -150,12 +150,7 @@ class Audit:
             for h in emitted.held.get(var, ())
             if self.depth.get(h.value) == depth
         )
-        # Arguments that loops return as they are: these are compared when the loops have ended.
-        held = {h.value for var in emitted.body.jaxpr.invars for h in emitted.held.get(var, ())}
-        self._late = {v for v in held if v in self.maker and loop_bodies(self.maker[v])}
-        self._left: list[tuple[Held, Value, Event]] = []
-        order = sorted(times, key=lambda var: var in self._late)
-        asked = {var: (of_user[var][1], times[var]) for var in order}
+        asked = {var: (of_user[var][1], times[var]) for var in times}
         self.compared: set[Any] = set()
         self.logical = Logical(emitted, arguments, asked)
 
@@ -165,16 +160,11 @@ class Audit:
             for held in self.emitted.held.get(var, ()):
                 if self.depth.get(held.value) != len(event.path):
                     continue
-                if held.value in self._late and event.eqn is None:
-                    self._left.append((held, event.values[n], event))
-                else:
-                    wanted = self.logical.value(held.value, event.path)
-                    event.values[n] = self.look(held, event.values[n], wanted, event)
+                wanted = self.logical.value(held.value, event.path)
+                event.values[n] = self.look(held, event.values[n], wanted, event)
 
     def finish(self, results: Sequence[Value]) -> None:
         """Compare the results, and count what was never compared."""
-        for held, got, event in self._left:
-            self.look(held, got, self.logical.value(held.value, ()), event)
         outvars, end = self.emitted.flat.jaxpr.outvars, Event(None, (), [], (), ())
         pairs = zip(results, self.logical.finish(), strict=True)
         for atom, crossing, (got, wanted) in zip(outvars, self.emitted.out_of, pairs, strict=True):

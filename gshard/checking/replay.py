@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Literal
 from gshard.checking.collectives import RUN_TOGETHER, exchanged
 from gshard.checking.exact.number import Value, beside, floats, is_float, plain
 from gshard.checking.lockstep import Emitted, Event, Lockstep, Numbers, runs_of
-from gshard.checking.on_host import OnHost
+from gshard.checking.on_host import on_each
 from gshard.checking.tiles import Place, Tiling, logical
 from gshard.graph.readable import counted, size
 from gshard.graph.reason import NO_REASON
@@ -22,7 +22,7 @@ from gshard.graph.regions import walk
 from gshard.graph.source import reason_of, source_of
 from gshard.moving.available import Held
 
-FLOATS = Numbers(floats, OnHost().on_each)  # as devices have them
+FLOATS = Numbers(floats, on_each)  # as devices have them
 Makers = Mapping[Any, JaxprEqn]  # of the variables of a program
 
 

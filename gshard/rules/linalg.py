@@ -63,7 +63,8 @@ def _without_garbage(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) 
     return bind_local(ctx, eqn, clean, shapes)
 
 
-_MATRICES = (
+# Functions of the last two dims of their first operand, and of its last dim.
+MATRICES = (
     p.cholesky_p,
     p.eig_p,
     p.eigh_p,
@@ -77,15 +78,15 @@ _MATRICES = (
     *_jax.private_primitives("lax.linalg", "geqrf_p", "geqp3_p", "symmetric_product_p"),
     *_jax.private_primitives("lax.linalg", "cholesky_update_p"),
 )
-_VECTORS = _jax.private_primitives("lax.linalg", "lu_pivots_to_permutation_p")
+VECTORS = _jax.private_primitives("lax.linalg", "lu_pivots_to_permutation_p")
 _MATRIX_SYSTEMS = (p.triangular_solve_p, *_jax.private_primitives("lax.linalg", "ormqr_p"))
 _VECTOR_SYSTEMS = (p.tridiagonal_solve_p,)
 
 
 def _register() -> None:
     for core, factors, primitives in (
-        (2, batch_dims, _MATRICES),
-        (1, batch_dims, _VECTORS),
+        (2, batch_dims, MATRICES),
+        (1, batch_dims, VECTORS),
         (2, batch_and_columns, _MATRIX_SYSTEMS),
         (1, batch_and_columns, _VECTOR_SYSTEMS),
     ):

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from gshard.checking import on_host
 from gshard.checking.exact import field
 from gshard.checking.exact.number import (
     Exact,
@@ -35,7 +36,6 @@ from gshard.checking.exact.number import (
     spread,
 )
 from gshard.checking.exact.pointwise import bits_of, larger, mul, neg, smaller
-from gshard.checking.on_host import on_host
 from gshard.graph.evaluate import bind
 
 

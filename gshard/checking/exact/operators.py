@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from gshard.checking import on_host
 from gshard.checking.exact import field, moving, pointwise
 from gshard.checking.exact.number import (
     UNKNOWN,
@@ -43,21 +44,14 @@ from gshard.checking.exact.pointwise import (
     opaque,
     smaller,
 )
-from gshard.checking.on_host import on_host
 from gshard.graph.evaluate import bind
+from gshard.rules.linalg import MATRICES, VECTORS
 from gshard.rules.pointwise import POINTWISE as ON_ELEMENTS
 from gshard.tensors.devices import lookup_p
 from gshard.tensors.keys import is_key_type
 
-# Functions of a matrix, or of more: of the last two dims of their first operand.
-_SOLVERS = (
-    "cholesky", "cholesky_update", "eig", "eigh", "svd", "qr", "lu", "householder_product",
-    "geqrf", "geqp3", "schur", "hessenberg", "tridiagonal",
-    "lu_pivots_to_permutation", "symmetric_product",
-)  # fmt: skip
-
-
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print", "mark")
+_SOLVERS = (*MATRICES, *VECTORS)
 
 
 def local(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[Value]:
@@ -84,7 +78,7 @@ def _local(
         return _of_integers(eqn, operands, active)
     if name in _CALLBACKS:
         return [_hash_of_all(eqn, operands, n, ()) for n in range(len(eqn.outvars))]
-    if name in _SOLVERS:
+    if eqn.primitive in _SOLVERS:
         return _solved(eqn, operands)
     if name in ON_ELEMENTS and of_floats:
         return [opaque(eqn, *wide)]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from gshard.checking import on_host
 from gshard.checking.exact import field
 from gshard.checking.exact.number import (
     Exact,
@@ -34,7 +35,6 @@ from gshard.checking.exact.number import (
     plain,
     times,
 )
-from gshard.checking.on_host import on_host
 from gshard.graph.evaluate import bind
 
 Operator = Callable[..., Value]
