@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -25,8 +26,6 @@ from gshard.checking.exact.number import (
     at,
     beside,
     by_parts,
-    chosen,
-    constant,
     exact,
     is_float,
     joined,
@@ -107,14 +106,14 @@ def _moves(count: int) -> Callable[..., list[Value]]:
         pairs = zip(eqn.invars[:count], ends, strict=False)
         numbers = [_numbered(a.aval.shape, start) for a, start in pairs]
         flat = [moved(_flat(a), x) for x, a in zip(operands[:count], eqn.invars, strict=False)]
-        values = flat[0] if len(flat) == 1 else joined(lambda x: np.concatenate(x, 1), alike(flat))
+        values = flat[0] if len(flat) == 1 else _side_by_side(flat)
         changed = {"fill_value": -1} if "fill_value" in eqn.params else {}
 
         def move(*own: Any) -> list[Any]:
             return list(bind(eqn, [*numbers, *own], **changed))
 
         found = on_host.on_all((eqn, "places"), move, operands[count:])
-        return [_taken_at(eqn, values, int(ends[-1]), places) for places in found]
+        return [_taken_at(eqn, values, places) for places in found]
 
     return operator
 
@@ -153,21 +152,21 @@ def _flat(atom: Any) -> Move:
     return lambda a: a.reshape(len(a), math.prod(a.shape[1:dims]), *a.shape[dims:])
 
 
-def _taken_at(eqn: JaxprEqn, values: Value, size: int, places: np.ndarray) -> Value:
-    """The elements at these places; what is out of bounds for -1."""
-    if 0 in places.shape:
-        return moved(lambda a: np.zeros((1, *places.shape[1:], *a.shape[2:]), a.dtype), values)
-    fill = None
-    if size == 0 or (places < 0).any():
-        fill = constant(np.full((1,) * (places.ndim - 1), _fill(eqn), eqn.outvars[0].aval.dtype))
-    if size == 0:
-        return moved(lambda a: np.broadcast_to(a, (1, *places.shape[1:])), fill)
-    own = np.arange(len(places)).reshape(-1, *(1,) * (places.ndim - 1))
+def _taken_at(eqn: JaxprEqn, values: Value, places: np.ndarray) -> Value:
+    """The elements at these places; for -1, the last, what JAX has for indices out of bounds."""
+    if (places < 0).any():
+        none, beyond = jnp.zeros(1, eqn.outvars[0].aval.dtype), np.ones(1, np.int32)
+        how = {"mode": "fill", "fill_value": eqn.params["fill_value"]}
+        (fill,) = on_host.on_all((eqn, "fill"), lambda: [none.at[beyond].get(**how)], [])
+        values = _side_by_side([values, of_array(fill)])
     if len(places) == 1:
-        found = at(values, (slice(None), places[0]))
-    else:
-        found = at(spread(values, len(places)), (own, places))
-    return found if fill is None else chosen(places >= 0, found, fill)
+        return at(values, (slice(None), places[0]))
+    own = np.arange(len(places)).reshape(-1, *(1,) * (places.ndim - 1))
+    return at(spread(values, len(places)), (own, places))
+
+
+def _side_by_side(parts: Sequence[Value]) -> Value:
+    return joined(lambda xs: np.concatenate(xs, 1), alike(parts))
 
 
 def _written_at(eqn: JaxprEqn, a: Value, new: Value, places: np.ndarray, put: Any) -> Value:
@@ -183,16 +182,6 @@ def _written_at(eqn: JaxprEqn, a: Value, new: Value, places: np.ndarray, put: An
     new = at(moved(lambda x: x.reshape(-1, *x.shape[places.ndim :]), new), valid)
     made = put(eqn, flat, where[valid], new)
     return moved(lambda x: x.reshape(count, *shape, *x.shape[1:]), made)
-
-
-def _fill(eqn: JaxprEqn) -> Any:
-    """What a gather has for indices that are out of bounds."""
-    value, dtype = eqn.params.get("fill_value"), eqn.outvars[0].aval.dtype
-    if value is not None or is_float(dtype):
-        return np.nan if value is None else value
-    if dtype.kind == "b":
-        return True
-    return np.iinfo(dtype).max if dtype.kind == "u" else np.iinfo(dtype).min
 
 
 def _scatter(eqn: JaxprEqn, a: Value, indices: np.ndarray, updates: Value) -> Value:

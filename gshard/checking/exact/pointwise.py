@@ -206,9 +206,8 @@ def rounded(a: Exact, fn: Move) -> np.ndarray:
     return np.where(is_whole, nearest, fn(a.f))
 
 
-def _round(eqn: JaxprEqn, a: Exact) -> Exact:
-    even = int(eqn.params["rounding_method"]) == 1
-    return of_array(rounded(a, np.rint if even else lambda f: np.trunc(f + np.copysign(0.5, f))))
+def _whole(eqn: JaxprEqn, a: Exact) -> Exact:
+    return of_array(rounded(a, lambda f: _in_64_bits(eqn, f)))
 
 
 def _sign(eqn: JaxprEqn, a: Exact) -> Exact:
@@ -305,10 +304,9 @@ OF_ANY: dict[str, Callable[..., Any]] = {  # integers, too
     "convert_element_type": lambda eqn, a: converted(a, eqn.params["new_dtype"]),
 }  # fmt: skip
 OF_FLOATS: dict[str, Operator] = {
-    "div": _div, "exp": _exp, "complex": _complex, "sign": _sign, "abs": _abs, "round": _round,
+    **dict.fromkeys(("floor", "ceil", "round"), _whole),
+    "div": _div, "exp": _exp, "complex": _complex, "sign": _sign, "abs": _abs,
     "real": _part(np.real, lambda a: {"r": a.r}), "imag": _part(np.imag, lambda a: {"r": a.e}),
     "conj": _part(np.conj, lambda a: {"r": a.r, "e": field.neg(a.e)}),
-    "floor": lambda eqn, a: of_array(rounded(a, np.floor)),
-    "ceil": lambda eqn, a: of_array(rounded(a, np.ceil)),
     "is_finite": lambda eqn, a: np.isfinite(a.f), "bitcast_convert_type": _bitcast,
 }  # fmt: skip
