@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -185,18 +186,15 @@ def _written_at(eqn: JaxprEqn, a: Value, new: Value, places: np.ndarray, put: An
 
 
 def _scatter(eqn: JaxprEqn, a: Value, indices: np.ndarray, updates: Value) -> Value:
-    """Updates are written where a gather of the same windows would read."""
-    q, given = eqn.params["dimension_numbers"], eqn.invars[2].aval.shape
-    gone = (*q.inserted_window_dims, *q.operand_batching_dims)
-    kept = iter(q.update_window_dims)
-    sizes = [1 if d in gone else given[next(kept)] for d in range(eqn.invars[0].aval.ndim)]
-    numbers = lax.GatherDimensionNumbers(
-        q.update_window_dims, q.inserted_window_dims, q.scatter_dims_to_operand_dims,
-        q.operand_batching_dims, q.scatter_indices_batching_dims,
-    )  # fmt: skip
-    how: dict[str, Any] = {"mode": eqn.params["mode"], "fill_value": -1}
-    own = _numbered(eqn.invars[0].aval.shape)
-    read = lambda i: [lax.gather(own, i, numbers, sizes, **how)]  # noqa: E731
+    """Updates are written where the transpose of a sum of them, a gather, reads."""
+    of, _, new = (jax.ShapeDtypeStruct(x.aval.shape, np.int32) for x in eqn.invars)
+    q = {k: eqn.params[k] for k in ("dimension_numbers", "mode")}
+
+    def read(own: jax.Array) -> list[jax.Array]:
+        add = lambda new: lax.scatter_add(jnp.zeros(of.shape, of.dtype), own, new, **q)  # noqa: E731
+        (found,) = jax.linear_transpose(add, new)(1 + _numbered(of.shape))
+        return [found - 1]  # -1 for what is out of bounds
+
     (places,) = on_host.on_all((eqn, "places"), read, [indices])
     put = _PUT[eqn.primitive.name.replace("-", "_")]
     return _written_at(eqn, a, updates, places, put)
