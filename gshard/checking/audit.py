@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,36 +50,28 @@ ELSEWHERE = "of runs that the unpartitioned program does not have"
 class Logical:
     """The user's program: its values, run as far as they are asked for.
 
-    `asked` says how often the devices have each variable, in a run of its body, and which body that
-    is. A value is kept until then.
+    `asked` says how often the devices have each variable, in a run of its body. A value is kept
+    until then.
     """
 
-    def __init__(
-        self, emitted: Emitted, arguments: Sequence[Value], asked: dict[Any, tuple[Jaxpr, int]]
-    ):
+    def __init__(self, emitted: Emitted, arguments: Sequence[Value], asked: Mapping[Any, int]):
         machine = Lockstep(emitted.sizes, EXACT)
         user = emitted.unpartitioned
         ordered = user.replace(jaxpr=_in_order(user.jaxpr, tuple(asked)))
         self._running: Any = machine.run(ordered, arguments)
         self._asked = asked
-        self._known: dict[tuple[Jaxpr, tuple[int, ...]], dict[Any, list[Any]]] = {}
-        self._current: dict[Jaxpr, tuple[int, ...]] = {}
+        self._known: dict[tuple[Any, tuple[int, ...]], list[Value]] = {}
         self.results: list[Value] = []
 
     def value(self, var: Any, path: Path) -> Value | None:
         """What a variable is in one of the runs of its region; None if there is no such run."""
-        region, numbers = self._asked[var][0], _numbers(path)
-        before = self._current.setdefault(region, numbers)
-        if before != numbers:  # devices are in another run: the one before is over
-            self._known.pop((region, before), None)
-            self._current[region] = numbers
-        while var not in self._known.get((region, numbers), {}) and self._advanced():
+        key = var, _numbers(path)
+        while key not in self._known and self._advanced():
             pass
-        kept = self._known.get((region, numbers), {}).get(var)
-        if kept is None:
-            return None
-        value, kept[1] = kept[0], kept[1] - 1
-        kept[0] = value if kept[1] else None
+        kept = self._known.get(key, [None])
+        value = kept.pop()
+        if not kept:
+            self._known.pop(key, None)
         return value
 
     def finish(self) -> list[Value]:
@@ -97,8 +89,7 @@ class Logical:
         numbers = _numbers(event.path)
         for n, (var, value) in enumerate(zip(event.variables, event.values, strict=True)):
             if var in self._asked:
-                region, times = self._asked[var]
-                self._known.setdefault((region, numbers), {})[var] = [value, times]
+                self._known[var, numbers] = [value] * self._asked[var]
                 event.values[n] = _compared(value)
         return True
 
@@ -142,17 +133,16 @@ class Audit:
     def __init__(self, emitted: Emitted, report: Report, arguments: Sequence[Value]):
         self.emitted, self.report = emitted, report
         of_user = _variables(emitted.flat.jaxpr, lambda eqn: [c.jaxpr for c in loop_bodies(eqn)])
-        self.depth = {var: depth for var, (depth, *_) in of_user.items()}
-        self.maker = {var: eqn for var, (_, _, eqn) in of_user.items() if eqn is not None}
+        self.depth = {var: depth for var, (depth, _) in of_user.items()}
+        self.maker = {var: eqn for var, (_, eqn) in of_user.items() if eqn is not None}
         times = Counter(
             h.value
-            for var, (depth, *_) in _variables(emitted.body.jaxpr).items()
+            for var, (depth, _) in _variables(emitted.body.jaxpr).items()
             for h in emitted.held.get(var, ())
             if self.depth.get(h.value) == depth
         )
-        asked = {var: (of_user[var][1], times[var]) for var in times}
         self.compared: set[Any] = set()
-        self.logical = Logical(emitted, arguments, asked)
+        self.logical = Logical(emitted, arguments, times)
 
     def event(self, event: Event) -> None:
         """Look at what an equation has made, or at what a body begins with."""
@@ -211,12 +201,12 @@ class Audit:
 
 def _variables(
     jaxpr: Jaxpr, inner: Callable[[JaxprEqn], Sequence[Jaxpr]] = bodies, depth: int = 0
-) -> dict[Any, tuple[int, Jaxpr, JaxprEqn | None]]:
-    """The variables of a program: the number of loops and branches around each, the body that it
-    is in, and the equation that makes it."""
-    found: dict[Any, Any] = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), (depth, jaxpr, None))
+) -> dict[Any, tuple[int, JaxprEqn | None]]:
+    """The variables of a program: the number of loops and branches around each, and the equation
+    that makes it."""
+    found: dict[Any, Any] = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), (depth, None))
     for eqn in jaxpr.eqns:
-        found |= dict.fromkeys(eqn.outvars, (depth, jaxpr, eqn))
+        found |= dict.fromkeys(eqn.outvars, (depth, eqn))
         for body in inner(eqn):
             found |= _variables(body, inner, depth + bool(loop_bodies(eqn)))
     return found
