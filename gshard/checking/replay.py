@@ -280,18 +280,15 @@ class Finite:
 
     def look(self, event: Event) -> tuple[int, str] | None:
         """The device and the kind of what this event makes first, if it does."""
-        pairs = list(zip(event.variables, event.values, strict=True))
-        seen = [self._seen(var, value) for var, value in pairs]
         begins = event.eqn is None and not self._known  # the arguments of the program
         inside = event.eqn is None or event.ends
-        before = self._none if inside else self._operands(event)
-        made = []
-        for found, (var, value) in zip(seen, pairs, strict=True):
-            if found is None:
-                self._known[var] = self._kinds(value) if inside else before
-            else:
-                self._known[var] = found & event.active[:, None]
-                made.append(self._known[var])
+        before, made = self._none if inside else self._operands(event), []
+        for var, value in zip(event.variables, event.values, strict=True):
+            if held := self._held(var):
+                whole = held.sharding.manual or value.ndim <= len(held.shape)
+                found = self._kinds(value, whole or beside(Tiling(*held[1:3]).real, value))
+                made.append(found & event.active[:, None])
+            self._known[var] = made[-1] if held else self._kinds(value) if inside else before
         return _first(made, before) if begins or not inside else None
 
     def _kinds(self, value: np.ndarray, real: Any = True) -> np.ndarray:
@@ -301,14 +298,6 @@ class Finite:
         dims = tuple(range(1, value.ndim))
         kinds = [(test(value) & real).any(dims) for test in (np.isnan, np.isinf)]
         return np.broadcast_to(np.stack(kinds, -1), self._none.shape)
-
-    def _seen(self, var: Any, value: np.ndarray) -> np.ndarray | None:
-        """The same, of a value of the user's; None if it is not known which are real."""
-        held = self._held(var)
-        if held is None:
-            return None
-        manual = held.sharding.manual or value.ndim <= len(held.shape)
-        return self._kinds(value, manual or beside(Tiling(*held[1:3]).real, value))
 
     def _operands(self, event: Event) -> np.ndarray:
         """What the operands have on each device; to a collective, all devices hand theirs."""

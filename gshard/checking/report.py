@@ -51,7 +51,7 @@ class Difference:
 class Line:
     """The values of one operator at one line: how often compared, and how many differ.
 
-    `rounded` were compared within rounding, and `proved` exactly.
+    `rounded` were compared within rounding, the others exactly.
     """
 
     operator: str
@@ -59,11 +59,6 @@ class Line:
     compared: int = 0
     different: int = 0
     rounded: int = 0
-
-    @property
-    def proved(self) -> int:
-        """How many are equal exactly."""
-        return self.compared - self.rounded - self.different
 
 
 @dataclass(frozen=True)
@@ -133,10 +128,9 @@ class Report:
         """What was proved, what was compared within rounding, and what was not reached."""
         rounded: Counter[str] = Counter()
         for line in self.lines.values():
-            if line.rounded:
-                rounded[line.operator] += line.rounded
-        proved = sum(line.proved for line in self.lines.values())
-        return Covered(proved, dict(rounded), dict(self.not_compared))
+            rounded[line.operator] += line.rounded
+        others = sum(line.rounded + line.different for line in self.lines.values())
+        return Covered(self.compared - others, dict(+rounded), dict(self.not_compared))
 
     @property
     def first(self) -> Difference | None:
