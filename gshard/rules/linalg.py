@@ -63,8 +63,7 @@ def _without_garbage(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) 
     return bind_local(ctx, eqn, clean, shapes)
 
 
-# Functions of the last two dims of their first operand, and of its last dim.
-MATRICES = (
+MATRICES = (  # functions of the last two dims of their first operand
     p.cholesky_p,
     p.eig_p,
     p.eigh_p,
