@@ -17,13 +17,12 @@ from gshard.rules.base.primitives import row_map_p
 def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
     """The equations that make the result of `eqn` from these layers."""
     (result,) = eqn.outvars
-    shape = result.aval.shape
     if len(layers) == 1 and not layers[0].is_constant:
         return _slicing(eqn, layers[0])
     before: list[JaxprEqn] = []
     operands: dict[Any, tuple[int, Any]] = {}  # by variable; literals by identity
     numbered: list[Layer] = []
-    for layer in apart(layers, shape):
+    for layer in apart(layers, result.aval.shape):
         source = layer.source
         if not layer.is_constant and not layer.is_aligned:
             if not _has_all_dims(layer):
@@ -45,10 +44,11 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
 
 
 def _has_all_dims(layer: Layer) -> bool:
-    """Whether a reshape of a layer's source has the result's dims."""
+    """Whether a reshape of a layer's source has the result's dims, none of which is repeated."""
     dims = [axis.dim for axis in layer.axes if axis.dim is not None]
+    repeated = any(axis.dim is None and axis.rows > 1 for axis in layer.axes)
     lost = (n for d, n in enumerate(layer.source.aval.shape) if d not in dims)
-    return dims == sorted(dims) and all(n == 1 for n in lost)
+    return not repeated and dims == sorted(dims) and all(n == 1 for n in lost)
 
 
 def _with_all_dims(eqn: JaxprEqn, layer: Layer) -> JaxprEqn:

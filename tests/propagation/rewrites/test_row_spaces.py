@@ -131,6 +131,16 @@ def test_the_gradient_of_a_limiter(mode):
     assert sent(low) <= 7 * 12, low.collectives
 
 
+def test_the_gradient_of_two_limiters_at_edges():
+    """A row that is repeated at the border is that row as often, in a tensor as wide as that."""
+
+    def gradient(u):
+        return jax.grad(lambda u: jnp.sum(limited(limited(u)) ** 2))(u)
+
+    low = check(gradient, random_array((64, 3)), **ROWS, rtol=1e-4, atol=1e-4)
+    assert "all_gather" not in kinds(low)
+
+
 def test_row_maps_of_row_maps_that_stay():
     """Windows of spread rows, in places and as they are; a row that loses its dim, in zeros."""
 
