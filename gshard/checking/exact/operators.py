@@ -149,9 +149,7 @@ def _hash_of_all(
     r, e = by_parts(wide, _hashes(sizes, *name, more=parts)).values()
     if not is_float(aval.dtype):
         return (r % field.u64(2)).astype(aval.dtype)
-    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
-        return exact(r.astype(np.complex128) / 2.0**61, *operands, r=r, e=e)
-    return exact(r.astype(np.float64) / 2.0**61, *operands, r=r)
+    return converted(exact(r.astype(np.complex128) / 2.0**61, *operands, r=r, e=e), aval.dtype)
 
 
 def _hashes(shape: Sequence[int], *of: Any, more: Any = ()) -> Exact:
@@ -186,8 +184,8 @@ def _solve(eqn: JaxprEqn, *of: Exact) -> Exact:
     parts = [_digest(a, range(1, b.ndim - 2)) for a in left]
     parts = [x.reshape(*x.shape[: b.ndim - 2], 1, 1) for x in parts]
     size = b.shape[-2 if on_left else -1]
-    matrix = _hashes((size, size), eqn.primitive.name, str(sorted(settings.items())), more=parts)
-    matrix = matrix if b.is_complex else Exact(matrix.f.real, matrix.r)
+    name = (eqn.primitive.name, str(sorted(settings.items())))
+    matrix = converted(_hashes((size, size), *name, more=parts), b.dtype)
     sides = (matrix, b) if on_left else (b, matrix)
     made = plain(_run(eqn, of)[0])
     return exact(made, *of, **times(field.matmul, *sides), degree=b.degree + 1)

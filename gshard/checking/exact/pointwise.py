@@ -255,11 +255,8 @@ def _bitcast(eqn: JaxprEqn, a: Value) -> Value:
             return replace(a, bits=None if is_float(new) else a.bits or old)
         a = a.f.astype(old)
     raw = np.ascontiguousarray(integers(a, old))
-    if old.itemsize == new.itemsize:
-        return of_array(raw.view(new))
-    return of_array(
-        raw.view(new)[..., 0] if old.itemsize < new.itemsize else raw[..., None].view(new)
-    )
+    made = (raw[..., None] if old.itemsize > new.itemsize else raw).view(new)
+    return of_array(made[..., 0] if old.itemsize < new.itemsize else made)
 
 
 def _threefry(eqn: JaxprEqn, *operands: np.ndarray) -> list[np.ndarray]:
