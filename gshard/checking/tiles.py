@@ -115,10 +115,6 @@ class Tiling:
         summands = spread(tiles, self.count)
         return summed_in(groups, summands), np.asarray([group[0] for group in groups])
 
-    def position(self, device: int, at: tuple[int, ...]) -> tuple[int, ...]:
-        """The index in the array of an element of a device's tile."""
-        return tuple(s.start + n for s, n in zip(self.place(device) or (), at, strict=False))
-
     def place(self, device: int) -> Place | None:
         """Where a device's tile belongs; None for a device that holds nothing."""
         numbers = [int(split.coords[device]) if split else 0 for split in self.sharding.splits]
@@ -149,8 +145,6 @@ def gap_between(got: Value, wanted: Value, tiling: Tiling, active: Any, dtype: A
     manual, count = tiling.sharding.manual, tiling.count
     here, devices = (got, np.arange(count)) if manual else tiling.reduced(got)
     there = wanted if manual else tiling.cut(wanted)
-    if not plain(there).size:
-        return Gap()
     real = np.ones((1,), bool) if manual else tiling.real
     alone = len(plain(here)) == len(plain(there)) == len(real) == 1
     if not alone:
@@ -180,7 +174,8 @@ def gap_between(got: Value, wanted: Value, tiling: Tiling, active: Any, dtype: A
         return Gap(proved=proved, degree=degree)
     place = tuple(int(n) for n in np.argwhere(bad)[0])
     device = int(devices[place[0]])
-    index = place[1:] if manual else tiling.position(device, place[1:])
+    pairs = zip(tiling.place(device) or (), place[1:], strict=False)
+    index = place[1:] if manual else tuple(rows.start + n for rows, n in pairs)
     values = [plain(x)[(place[0] if len(plain(x)) > 1 else 0, *place[1:])] for x in (here, there)]
     return Gap(elements, (device, index, values[0], values[1]), why, proved, degree)
 

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import dot_general_p
 
 from gshard.checking.exact import field
 from gshard.checking.on_host import signature
+from gshard.graph.kinds import REDUCTIONS
 from gshard.tensors.keys import is_key
 
 EXACT_SUM = 99  # bits of a sum that was never rounded
@@ -252,7 +254,6 @@ def poison(shape: Sequence[int], like: Value) -> Value:
 # of both, of which devices have tiles. Dims have labels, as in an einsum: where sizes and strides
 # by label are the same, large results are, and are computed once.
 _LARGE = 2**15  # elements: less than that is computed again
-_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin")
 _AXES = ("axes", "axis", "dimension_numbers", "sharding", "out_sharding")
 
 Labels = Sequence[int]
@@ -263,16 +264,16 @@ forget = _known.clear
 
 def _labels(eqn: JaxprEqn, on_elements: bool) -> tuple[list[Labels], Labels] | None:
     """The labels of the dims of all operands, and of the result's; 0 is that of devices."""
-    ranks, name = [a.aval.ndim for a in eqn.invars], eqn.primitive.name
+    ranks = [a.aval.ndim for a in eqn.invars]
     own = list(range(1 + max(ranks, default=0)))
-    if name == "dot_general":
+    if eqn.primitive is dot_general_p:
         (left, right), (one, two) = eqn.params["dimension_numbers"]
         a, b = own[: 1 + ranks[0]], [0, *(-1 - d for d in range(ranks[1]))]
         for d, of in zip((*right, *two), (*left, *one), strict=True):
             b[1 + d] = 1 + of
         batch, gone = [1 + d for d in one], {0, *(1 + d for d in (*left, *one))}
         return [a, b], [0, *batch, *(d for d in (*a, *b) if d not in gone)]
-    if name in _REDUCTIONS:
+    if eqn.primitive in REDUCTIONS:
         axes = eqn.params.get("axes", (eqn.params.get("axis"),))
         return [own], [d for d in own if d - 1 not in axes]
     return ([own for _ in ranks], own) if on_elements and ranks else None
