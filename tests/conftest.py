@@ -3,6 +3,7 @@
 import collections
 import gc
 import os
+import signal
 from pathlib import Path
 
 import jax
@@ -20,6 +21,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel_codegen_split_count=1"
 )
+
+# Background jobs of a shell ignore Ctrl-C, and so would the processes that tests start and stop.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "thorough",  # of `make test-all`
