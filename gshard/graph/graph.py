@@ -93,16 +93,24 @@ class Graph:
         """The position of each equation."""
         return {eqn: number for number, eqn in enumerate(self.eqns)}
 
-    def constant(self, atom: Any) -> np.ndarray | None:
-        """The value of an index that depends only on literals and known values; else None."""
+    def constant(
+        self,
+        atom: Any,
+        math: Callable[[JaxprEqn], bool] = lambda eqn: eqn.primitive in _INDEX_MATH,
+        most: int = MAX_INDICES,
+    ) -> np.ndarray | None:
+        """The value of an index that depends only on literals and known values; else None.
+
+        It has at most so many elements, and is computed by such equations.
+        """
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
         if atom in self.known:
             return np.asarray(self.known[atom])
         eqn = self.maker(atom)
-        if eqn is None or eqn.primitive not in _INDEX_MATH or atom.aval.size > MAX_INDICES:
+        if eqn is None or atom.aval.size > most or not math(eqn):
             return None
-        operands = [self.constant(a) for a in eqn.invars]
+        operands = [self.constant(a, math, most) for a in eqn.invars]
         if any(o is None for o in operands):
             return None
         with jax.ensure_compile_time_eval():

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
+from jax.lax import GatherScatterMode
 
 from gshard._jax import Var, scatter_sub_p
 from gshard.capture.simplify.painting import painting
@@ -21,6 +22,7 @@ from gshard.graph import Graph, replacing
 from gshard.graph.row_map import Axis, Layer, constant
 from gshard.moving.reductions import identity
 from gshard.rules.base.primitives import row_map_p
+from gshard.rules.base.rule import RULES, Elementwise
 from gshard.rules.indexing import roles_of
 
 _COPYING = (p.convert_element_type_p, p.copy_p)
@@ -33,24 +35,33 @@ class _Progression(NamedTuple):
     steps: tuple[int, ...]
 
 
-def gathered(eqn: JaxprEqn, graph: Graph) -> Layer | None:
+class _Run(NamedTuple):
+    """Indices from the one at `at` on: so many, from `start` on, `step` apart."""
+
+    at: int
+    rows: int
+    start: int
+    step: int
+
+
+def gathered(eqn: JaxprEqn, graph: Graph) -> tuple[Layer, ...] | None:
     """What a gather reads, if its indices are known."""
     links = _links(eqn, graph)
     if links is None:
-        return None
+        return _in_runs(eqn, graph)
     axes = [Axis(0, n) for n in eqn.outvars[0].aval.shape]
     for d, (_, to, step) in enumerate(links):
         if to is not None:
             axes[to] = Axis(0, axes[to].rows, d, 1, step if axes[to].rows > 1 else 1)
-    return Layer(eqn.invars[0], tuple(first for first, *_ in links), tuple(axes))
+    return (Layer(eqn.invars[0], tuple(first for first, *_ in links), tuple(axes)),)
 
 
-def scattered(eqn: JaxprEqn, graph: Graph) -> Layer | None:
-    """The window that a scatter writes, in the operand's coordinates, if its indices are known."""
+def scattered(eqn: JaxprEqn, graph: Graph) -> tuple[Layer, ...] | None:
+    """The windows that a scatter writes, in the operand's coordinates, if its indices are known."""
     updates = eqn.invars[2]
     shape, links = updates.aval.shape, None if 0 in updates.aval.shape else _links(eqn, graph)
     if links is None:
-        return None
+        return _in_runs(eqn, graph)
     if any(shape[d] > 1 for d in {*range(len(shape))} - {to for _, to, _ in links}):
         return None  # one row is written several times
     base, axes = [0] * len(shape), []
@@ -59,7 +70,80 @@ def scattered(eqn: JaxprEqn, graph: Graph) -> Layer | None:
         if to is not None and step < 0:
             base[to], at = rows - 1, at + (rows - 1) * step
         axes.append(Axis(at, rows, to, abs(step), 1 if step > 0 else -1))
-    return Layer(updates, tuple(base), tuple(axes))
+    return (Layer(updates, tuple(base), tuple(axes)),)
+
+
+def _in_runs(eqn: JaxprEqn, graph: Graph) -> tuple[Layer, ...] | None:
+    """The windows of rows of one dim whose indices are a few runs: `x[(i + 1) % n]`."""
+    roles, (operand, indices) = roles_of(eqn), eqn.invars[:2]
+    counts, shape = indices.aval.shape[:-1], operand.aval.shape
+    reads = eqn.primitive is p.gather_p
+    windows = eqn.outvars[0] if reads else eqn.invars[2]
+    along = [k for k, n in enumerate(counts) if n > 1]
+    if len(roles.index_map) != 1 or len(along) != 1 or any(n[0] not in "wk" for n in roles.operand):
+        return None
+    ((dim,), (to,)) = roles.index_map, (roles.windows.index(f"i{k}") for k in along)
+    if roles.sizes[dim] != 1 or any(n[0] == "o" for n in roles.windows):
+        return None
+    numbers = known_numbers(indices, graph)
+    if numbers is not None and eqn.params["mode"] is GatherScatterMode.CLIP:
+        numbers = np.clip(numbers, 0, shape[dim] - 1)
+    if numbers is None or numbers.min() < 0 or numbers.max() >= shape[dim]:
+        return None
+    layers = []
+    for run in _runs(numbers.reshape(-1)):
+        axes = [Axis(0, n) for n in (windows if reads else operand).aval.shape]
+        base = [0] * len(shape if reads else windows.aval.shape)
+        for d, name in enumerate(roles.operand):
+            if name[0] == "w":
+                at = roles.windows.index(name)
+                axes[at if reads else d] = Axis(0, shape[d], d if reads else at)
+        if reads:
+            axes[to], base[dim] = Axis(run.at, run.rows, dim, 1, run.step), run.start
+        elif run.step > 0:
+            axes[dim], base[to] = Axis(run.start, run.rows, to, run.step), run.at
+        else:
+            first, last = run.start + run.step * (run.rows - 1), run.at + run.rows - 1
+            axes[dim], base[to] = Axis(first, run.rows, to, -run.step, -1), last
+        layers.append(Layer(operand if reads else windows, tuple(base), tuple(axes)))
+    return tuple(layers) or None
+
+
+def _runs(numbers: np.ndarray) -> list[_Run]:
+    """Indices as runs with a constant step; nothing if they are many."""
+    found, at = list[_Run](), 0
+    while at < len(numbers):
+        steps = np.diff(numbers[at:])
+        step = int(steps[0]) if len(steps) else 0
+        other = np.flatnonzero(steps != step)
+        count = int(other[0]) + 1 if len(other) else len(numbers) - at
+        if step == 0 or (count == 2 and len(other) and abs(step) > 1):
+            count, step = 1, 1  # a row by itself
+        found.append(_Run(at, count, int(numbers[at]), step))
+        at += count
+        if len(found) > _FEW_RUNS:
+            return []
+    return found
+
+
+_FEW_RUNS = 8
+_MANY = 2**20  # indices that are computed to find runs
+
+
+def known_numbers(atom: Any, graph: Graph) -> np.ndarray | None:
+    """Integers that are computed of no input; None if they are not known."""
+    return graph.constant(atom, _is_math, _MANY)
+
+
+def _is_math(eqn: JaxprEqn) -> bool:
+    """Whether an equation computes numbers by element, or copies or counts."""
+    by_element = isinstance(RULES.get(eqn.primitive), Elementwise)
+    return (by_element or eqn.primitive in _COUNTING) and not eqn.effects
+
+
+_COUNTING = (
+    p.iota_p, p.broadcast_in_dim_p, p.reshape_p, p.squeeze_p, p.concatenate_p, p.rev_p, p.slice_p,
+)  # fmt: skip
 
 
 def _links(eqn: JaxprEqn, graph: Graph) -> list[tuple[int, int | None, int]] | None:
@@ -252,28 +336,33 @@ def without_updates(graph: Graph) -> list[JaxprEqn]:
     that do not overlap, one after the other, are one. A single window that is small stays.
     """
     found = {
-        eqn: layer
+        eqn: layers
         for eqn in graph.eqns
-        if eqn.primitive in COMBINING and (layer := _combined(eqn, graph)) is not None
+        if eqn.primitive in COMBINING and (layers := _combined(eqn, graph)) is not None
     }
     if not found:
         return graph.eqns
     eqns: list[JaxprEqn] = []
     joined: dict[Any, tuple[Any, list[Layer]]] = {}  # the operand and the windows of updates
     for eqn in graph.eqns:
-        layer = found.get(eqn)
-        if layer is None:
+        layers = found.get(eqn)
+        if layers is None:
             eqns.append(eqn)
             continue
         (out,), operand = eqn.outvars, eqn.invars[0]
         start, windows = joined.pop(operand, (operand, []))
-        windows.append(layer)
+        for layer in layers:
+            if not all(layer.is_apart_from(w) for w in windows):  # a row is updated again
+                between = eqn.replace(outvars=[Var(out.aval)])
+                eqns += _by_element(between, start, windows)
+                start, windows = between.outvars[0], []
+            windows.append(layer)
         user = graph.users(out)[0] if graph.users(out) and graph.uses(out) == 1 else eqn
         follows = user.primitive is eqn.primitive and user.invars[0] is out and user in found
-        if follows and all(found[user].is_apart_from(w) for w in windows):
+        if follows and all(n.is_apart_from(w) for n in found[user] for w in windows):
             joined[out] = (start, windows)
             continue
-        many = len(windows) > 1 or _FEW * layer.size >= out.aval.size
+        many = start is not operand or len(windows) > 1 or _FEW * windows[0].size >= out.aval.size
         eqns += _by_element(eqn, start, windows) if many else [eqn]
     return eqns
 
@@ -281,7 +370,7 @@ def without_updates(graph: Graph) -> list[JaxprEqn]:
 _FEW = 8  # a window of less than one element in so many is updated by itself
 
 
-def _combined(eqn: JaxprEqn, graph: Graph) -> Layer | None:
+def _combined(eqn: JaxprEqn, graph: Graph) -> tuple[Layer, ...] | None:
     dtype = eqn.outvars[0].aval.dtype
     if not jnp.issubdtype(dtype, np.number) or dtype.itemsize < 2:  # some have no negative zero
         return None

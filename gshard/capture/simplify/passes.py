@@ -15,8 +15,8 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
+from gshard.capture.simplify.known_windows import known_numbers
 from gshard.graph import LOOPS, Graph, live, map_bodies
-from gshard.graph.graph import MAX_INDICES
 from gshard.graph.regions import counts_of
 
 Rewrite = Callable[[Graph], list[JaxprEqn]]
@@ -60,9 +60,9 @@ def _known_inside(eqn: JaxprEqn, body: ClosedJaxpr, graph: Graph) -> dict[Any, A
     same = counts_of(eqn)[0]
     pairs = zip(body.jaxpr.invars[:same], eqn.invars[:same], strict=True)
     indices = (
-        (inner, graph.constant(outer))
+        (inner, known_numbers(outer, graph))
         for inner, outer in pairs
-        if isinstance(outer.aval, ShapedArray) and outer.aval.size <= MAX_INDICES
+        if isinstance(outer.aval, ShapedArray)
         if jnp.issubdtype(outer.aval.dtype, jnp.integer)
     )
     return {inner: value for inner, value in indices if value is not None}

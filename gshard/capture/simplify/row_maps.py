@@ -8,6 +8,7 @@ devices. As one operator (`row_map`), only the rows that cross from one tile to 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -326,19 +327,18 @@ def _of_number(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers |
 
 
 def _of_gather(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
-    layer = gathered(eqn, graph)
-    return None if layer is None else (layer,)
+    return gathered(eqn, graph)
 
 
 def _of_update(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
-    """A scatter that sets one window at a known place."""
+    """A scatter that sets windows at known places."""
     operand = eqn.invars[0]
     if eqn.params["update_jaxpr"] is not None:  # the update is combined with the old value
         return None
-    layer = scattered(eqn, graph)
-    if layer is None:
+    layers = scattered(eqn, graph) or ()
+    if not layers or not all(a.is_apart_from(b) for a, b in itertools.combinations(layers, 2)):
         return None
-    return visible([entire(operand, operand.aval.shape), layer])
+    return visible([entire(operand, operand.aval.shape), *layers])
 
 
 def _of_sum(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:

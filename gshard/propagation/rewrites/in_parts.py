@@ -276,6 +276,9 @@ def _is_usual(eqn: JaxprEqn, names: Dim) -> bool:
     factors = RULES[eqn.primitive].factors(eqn)
     if len(names) != 1 or names[0] in factors.replicated | factors.resized:
         return False
+    dims = (d for dims in (*factors.operands, *factors.results) for d in dims)
+    if any(names[0] in d and d != names for d in dims):  # a part of a merged dim
+        return False
     return eqn.primitive not in _BATCHED or names[0].startswith("b")
 
 

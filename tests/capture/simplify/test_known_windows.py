@@ -1,12 +1,15 @@
-"""Indices that count up: a gather at (b, i[b]) is a batch of gathers."""
+"""Indices that count up, or in a few runs: batches of gathers, and row maps."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
 
 import gshard
-from tests.oracle import check, even_split, kinds, random_array
+from tests.oracle import check, even_split, kinds, random_array, sent
 
 B, N, K, M = 16, 12, 3, 4
 ROWS = jnp.arange
@@ -64,3 +67,75 @@ def test_a_lookup_that_is_the_same_in_every_row_of_a_batch():
     lowered = gshard.jit(f).lower(table, x)
     assert not list(lowered.collectives)
     np.testing.assert_array_equal(lowered.compile()(table, x), x + table[2:8])
+
+
+# --------------------------------------------------------------- indices that are a few runs
+
+
+def periodic(x):
+    i = jnp.arange(len(x))
+    return x[(i + 1) % len(x)] - 2 * x + x[i - 1]
+
+
+def clipped(x):
+    i = jnp.arange(len(x))
+    return jnp.take(x, i + 1, axis=0, mode="clip") + x[jnp.maximum(i - 1, 0)]
+
+
+def in_a_loop(x):
+    right = (jnp.arange(len(x)) + 1) % len(x)
+    return lax.fori_loop(0, 3, lambda _, x: x + 0.1 * x[right], x)
+
+
+def updated(x):
+    i = (jnp.arange(len(x)) + 1) % len(x)
+    return x.at[i].add(x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "rows"),
+    [
+        (periodic, 2),
+        (clipped, 2),
+        (in_a_loop, 3),
+        (updated, 1),
+        (jax.grad(lambda x: (periodic(x) ** 3).sum()), 4),
+        (jax.grad(lambda x: (clipped(x) ** 3).sum()), 4),
+    ],
+)
+@pytest.mark.parametrize("size", [64, 61])
+def test_neighbours_by_index_are_borders(fn, rows, size):
+    """As slices and rolls are; XLA gathers all rows."""
+    x = random_array((size, 5))
+    low = check(fn, x, inputs=[even_split(2, 0, 8)], rtol=1e-4, atol=1e-4)
+    ends = 0 if size % 8 == 0 else 2 * rows  # rows that go around, by themselves
+    assert sent(low) <= (rows + ends) * x[:1].nbytes, low.collectives
+
+
+@st.composite
+def indices(draw):
+    """The numbers of some rows of 24, in at most ten runs."""
+    found = []
+    for _ in range(draw(st.integers(1, 10))):
+        step, count = draw(st.sampled_from([1, 1, 1, -1, 2, 0, -3])), draw(st.integers(1, 8))
+        start = draw(st.integers(0, 23))
+        found += [start + step * k for k in range(count) if 0 <= start + step * k < 24]
+    return np.array(found[:40] + found[:1])
+
+
+@given(indices(), st.sampled_from(["get", "set", "add", "max", "multiply", "grad"]))
+def test_any_runs_of_indices(index, kind):
+    x, y = random_array((24, 3)), random_array((len(index), 3))
+    if kind == "set":  # which of several updates of a row is the last is nobody's promise
+        index = np.unique(index)[::-1]
+        y = y[: len(index)]
+
+    def fn(x):
+        i = jnp.asarray(index)
+        if kind == "get":
+            return x[i]
+        if kind == "grad":
+            return jax.grad(lambda x: (x[i] ** 3).sum())(x)
+        return getattr(x.at[i], kind)(y)
+
+    check(fn, x, inputs=[even_split(2, 0, 8)], rtol=1e-4, atol=1e-4)

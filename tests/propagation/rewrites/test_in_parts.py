@@ -37,6 +37,17 @@ def test_views_are_gathered_and_their_gradients_scattered(loss):
     assert sent(low) == 2 * (2 * B * M) * 4 * 7 // 8 + 2 * K * M * 4 * 7 // 8
 
 
+def test_numbers_that_are_reshaped_are_cut_by_themselves():
+    """Columns of both halves are a minor part of the numbers that count up."""
+
+    def fn(a, b, x):
+        y = x @ jnp.concatenate([a, b], 1)
+        return y * (jnp.arange(y.size).reshape(y.shape) % 3)
+
+    columns, args = even_split(2, 1, 8), [random_array((16, 24), seed=k) for k in range(2)]
+    check(fn, *args, random_array((8, 16)), inputs=[columns, columns], rtol=1e-4, atol=1e-4)
+
+
 def test_what_reads_all_rows_moves_tiles():
     """A cumulative sum is of the concatenated tensor; before and after it, too."""
 
