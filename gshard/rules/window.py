@@ -90,7 +90,8 @@ def bring(
 ) -> Tile:
     """`tile` with the rows that each device needs, and `fill` outside of the tensor."""
     reason = Reason("step", eqn.primitive.name, f"rows under the windows of dim {dim}")
-    x = fetch(ctx.place, tile.unmasked or tile, dim, starts, rows, reason)
+    masked, plain = tile.unmasked or (None, tile)  # rows beyond the end are filled here
+    x = fetch(ctx.place, plain if masked == dim else tile, dim, starts, rows, reason)
     brought = Tile(x, tile.sharding, tile.shape)
     inside = None if fill is None else existing(ctx, brought, dim, starts)
     if inside is None:

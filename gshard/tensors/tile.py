@@ -48,7 +48,7 @@ class Tile:
     reason of the collective that will reduce it, and `held` the rows of it that are not zero. Tiles
     of one `value` under several shardings have it in common; what an operator computes on the way
     to its results has none. Ways are chosen on tiles that are `blank`: without elements. One whose
-    padding is masked knows itself `unmasked`.
+    padding is masked along a dim alone knows that, and itself `unmasked`.
     """
 
     array: Array
@@ -57,7 +57,7 @@ class Tile:
     origin: str = ""
     held: HeldRows | None = None
     value: Value | None = None
-    unmasked: Tile | None = None
+    unmasked: tuple[int, Tile] | None = None
 
     @staticmethod
     def blank(
@@ -125,10 +125,12 @@ class Tile:
     def masked(self, place: Place, value: Array | float, dims: list[int] | None = None) -> Tile:
         """This tile with `value` in its padding along `dims` (default: all dims)."""
         array = self.array
-        for dim in self.padded_dims() if dims is None else set(dims) & set(self.padded_dims()):
+        masked = self.padded_dims() if dims is None else set(dims) & set(self.padded_dims())
+        for dim in masked:
             fill = jnp.broadcast_to(jnp.asarray(value, array.dtype), array.shape)
             array = lax.select(self.is_padding(place, dim), fill, array)
-        return Tile(array, self.sharding, self.shape, unmasked=self)
+        before = (next(iter(masked)), self) if len(masked) == 1 else None
+        return Tile(array, self.sharding, self.shape, unmasked=before)
 
 
 Tiles = list[Tile]

@@ -12,7 +12,7 @@ from gshard.moving.recompute import Made
 from gshard.rules.base.layers import ROW_MAPS
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
-from tests.oracle import check, sent
+from tests.oracle import check, random_array, sent
 
 D = 8
 
@@ -100,3 +100,14 @@ def test_windows_of_a_padded_tensor_in_tiles_of_two_dims():
 
     split = [np.arange(8).reshape(2, 4, 1)]
     check(fn, x, inputs=split)
+
+
+def test_rows_keep_what_is_masked_along_other_dims():
+    """Two features in three tiles: the third tile's are garbage, which the kernel's zeros meet."""
+    x, kernel = random_array((1, 2, 30)), random_array((4, 2, 5))
+    split = np.array([7, 5, 0, 3, 1, 2]).reshape(1, 3, 2)
+
+    def fn(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (2,), [(2, 2)], (2,), (3,))
+
+    check(fn, x, kernel, inputs=[split, split], rtol=1e-4, atol=1e-4)
