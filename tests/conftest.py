@@ -22,8 +22,11 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel_codegen_split_count=1"
 )
 
-# Background jobs of a shell ignore Ctrl-C, and so would the processes that tests start and stop.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+# Background jobs of a shell ignore Ctrl-C, those of nohup hangups too, and so would the processes
+# that tests start and stop: what is handled here, they do not inherit.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 settings.register_profile(
     "thorough",  # of `make test-all`
