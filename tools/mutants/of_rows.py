@@ -243,3 +243,22 @@ def _in_parts(x: Any) -> Any:
     x = split(x * 2, 0, 8)
     a, b, c = jnp.split(x, [5, 18])  # here
     return split(a, 0, 8) + 1, split(b, 0, 8) * 2, jnp.concatenate([c, a])[3:] + 1
+
+
+@given(array(2, 3, 24), array(4, 3, 3))
+def _padded_and_convolved(x: Any, w: Any) -> Any:
+    x = split(x * 2, 2, 8)
+    around = ((0, 0), (0, 0), (1, 1))
+    q, r = jnp.pad(x, around, constant_values=2), jnp.pad(x, around, mode="edge")
+    y = lax.conv_general_dilated(q, w, (1,), [(0, 0)])  # here
+    z = lax.conv_general_dilated(r, w, (1,), [(0, 0)])  # here
+    return y + z
+
+
+@given(array(24, 3), shows=["update-overlap"])
+def _updated_by_number(x: Any) -> Any:
+    x = split(x * 2, 0, 8)
+    after = (jnp.arange(24) + 1) % 24
+    x = x.at[after].add(x)
+    y = x.at[:12].multiply(3.0).at[6:18].multiply(2.0)  # here
+    return y + 1
