@@ -196,9 +196,9 @@ def test_equal_layers_are_decided_once():
     dims = {a.path: a.dims for a in layout.annotations}
     for name in ("in", "out"):
         assert len({dims.get(f"[0][{n}]['{name}']") for n in range(3, 8)}) == 1
-    values = jax.tree.map(lambda s: random_array(s.shape), args)
+    values = jax.tree.map(lambda s: random_array(s.shape) / 8, args)  # ten layers keep their size
     got, expected = layout.jit()(*values), jax.jit(clipped)(*values)
-    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-3, atol=1e-3), got, expected)
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
 
 
 @pytest.mark.slow
