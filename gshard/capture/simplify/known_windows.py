@@ -80,18 +80,20 @@ def _in_runs(eqn: JaxprEqn, graph: Graph) -> tuple[Layer, ...] | None:
     reads = eqn.primitive is p.gather_p
     windows = eqn.outvars[0] if reads else eqn.invars[2]
     along = [k for k, n in enumerate(counts) if n > 1]
-    if len(roles.index_map) != 1 or len(along) != 1 or any(n[0] not in "wk" for n in roles.operand):
+    if len(roles.index_map) != 1 or len(along) != 1:
         return None
-    ((dim,), (to,)) = roles.index_map, (roles.windows.index(f"i{k}") for k in along)
-    if roles.sizes[dim] != 1 or any(n[0] == "o" for n in roles.windows):
-        return None
+    ((dim,), (of_index,)) = roles.index_map, along
+    others = (name for d, name in enumerate(roles.operand) if d != dim)
+    if roles.sizes[dim] != 1 or any(name[0] != "w" for name in others):
+        return None  # batches, or not all rows of another dim
+    to = roles.windows.index(f"i{of_index}")
     numbers = known_numbers(indices, graph)
     if numbers is not None and eqn.params["mode"] is GatherScatterMode.CLIP:
         numbers = np.clip(numbers, 0, shape[dim] - 1)
     if numbers is None or numbers.min() < 0 or numbers.max() >= shape[dim]:
         return None
     layers = []
-    for run in _runs(numbers.reshape(-1)):
+    for run in _runs(numbers.reshape(-1).astype(np.int64)):
         axes = [Axis(0, n) for n in (windows if reads else operand).aval.shape]
         base = [0] * len(shape if reads else windows.aval.shape)
         for d, name in enumerate(roles.operand):

@@ -28,7 +28,7 @@ from gshard.capture.simplify.known_windows import (
 from gshard.capture.simplify.padded_sums import distributed
 from gshard.capture.simplify.painting import painting, reshaped
 from gshard.capture.simplify.passes import in_every_body
-from gshard.graph import Graph, renamed
+from gshard.graph import Graph, renamed, replacing
 from gshard.graph.row_map import Axis, Layer, by_rows, constant, entire, through, visible
 from gshard.rules.base.layers import ROW_MAPS, Layers, layers_of
 from gshard.rules.base.primitives import row_map_p
@@ -81,6 +81,9 @@ def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
         if eqn.primitive in _INDEXED:
             yield from batched(eqn, graph)
             continue
+        if eqn.primitive is p.reshape_p and eqn.params["dimensions"] is not None:
+            yield from _transposed_first(eqn)  # `x.ravel(order="F")`
+            continue
         if eqn.primitive is tile_p:
             yield from _copies(eqn)
             continue
@@ -106,6 +109,14 @@ def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
                 same[eqn.outvars[0]] = kept[0]
                 continue
         yield eqn
+
+
+def _transposed_first(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """A reshape of a tensor whose dims are in another order, as two equations."""
+    (source,), order = eqn.invars, eqn.params["dimensions"]
+    turned = Var(source.aval.update(shape=tuple(source.aval.shape[d] for d in order)))
+    transpose = replacing(eqn, p.transpose_p, [source], turned, permutation=tuple(order))
+    return [transpose, reshaped(eqn, turned, eqn.outvars[0])]
 
 
 def _slices(eqn: JaxprEqn) -> Iterator[JaxprEqn]:

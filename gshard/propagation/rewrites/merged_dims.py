@@ -156,8 +156,8 @@ class _Merges:
         own = [None if isinstance(a, Literal) else self.sizes.get(a) for a in eqn.invars]
         sizes = next(n for n, a in zip(own, eqn.invars, strict=True) if n and a in self.moving)
         if isinstance(RULES.get(eqn.primitive), Elementwise):
-            whole = eqn.outvars[0].aval.shape
-            return _Form([_repeated(sizes, whole, a.aval.shape) for a in eqn.invars], sizes)
+            shape = eqn.outvars[0].aval.shape
+            return _Form([_repeated(sizes, shape, a.aval.shape) for a in eqn.invars], sizes)
         if eqn.primitive in _REDUCTIONS:
             axes = eqn.params["axes"]
             kept = tuple(group for d, group in enumerate(sizes) if d not in axes)
@@ -204,21 +204,18 @@ class _Merges:
         """The equation of an operand with the dims as before, unless there is such a tensor."""
         if sizes is None or (a, sizes) in self.names:
             return
-        known = self.names.get(a, a) if a in self.undone else a
-        self.names[a, sizes] = parts = _like(a, sizes)
-        if known.aval.shape == parts.aval.shape:
-            self.names[a, sizes] = known
-        else:
+        known, parts = self.names[a] if a in self.undone else a, _like(a, sizes)
+        same = known.aval.shape == parts.aval.shape
+        self.names[a, sizes] = known if same else parts
+        if not same:
             yield reshaped(eqn, known, parts)
 
 
 def _of_product(eqn: JaxprEqn, own: Sequence[Sizes | None]) -> _Form | None:
     """A product over, and of, all the dims that were merged."""
-    (contracted, batch), shapes = (
-        eqn.params["dimension_numbers"],
-        [a.aval.shape for a in eqn.invars],
-    )
-    sizes = [list(n or ((m,) for m in shape)) for n, shape in zip(own, shapes, strict=True)]
+    contracted, batch = eqn.params["dimension_numbers"]
+    pairs = zip(own, eqn.invars, strict=True)
+    sizes = [list(known or ((n,) for n in a.aval.shape)) for known, a in pairs]
     for left, right in (*zip(*contracted, strict=True), *zip(*batch, strict=True)):
         one, other = sizes[0][left], sizes[1][right]
         if len(one) > 1 and len(other) > 1 and one != other:

@@ -139,3 +139,17 @@ def test_any_runs_of_indices(index, kind):
         return getattr(x.at[i], kind)(y)
 
     check(fn, x, inputs=[even_split(2, 0, 8)], rtol=1e-4, atol=1e-4)
+
+
+def test_windows_that_are_a_part_of_another_dim_are_updated_as_they_are():
+    """A dim of which the updates have one row, though no index is for it: its first."""
+    x, rows = random_array((24, 3, 5)), (jnp.arange(24) + 1) % 24
+    numbers = lax.ScatterDimensionNumbers((1,), (0, 1), (0,))
+
+    def fn(x, y):
+        i = (jnp.arange(24) + 1) % 24
+        return lax.scatter_add(x, i[:, None], y, numbers)
+
+    y = random_array((24, 5))
+    check(fn, x, y, inputs=[even_split(3, 0, 8)])
+    np.testing.assert_allclose(jax.jit(fn)(x, y)[rows, 0], x[rows, 0] + y, rtol=1e-6)

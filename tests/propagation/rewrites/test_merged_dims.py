@@ -54,6 +54,8 @@ PROGRAMS = {  # what is sent: sums of one number for each of some
     "softmax": (lambda x, y: jax.nn.softmax(x.reshape(-1)).reshape(x.shape), 14),
     "products": (lambda x, y: x.reshape(1, -1) @ y.reshape(-1, 1), 7),
     "transposes": (lambda x, y: (x.reshape(8, -1) @ y.reshape(8, -1).T), 7 * 64),
+    "Fortran's order": (lambda x, y: x.ravel(order="F") @ y.ravel(order="F"), 7),
+    "both orders": (lambda x, y: jnp.sum(x.reshape(-1, order="F") * jnp.arange(x.size)), 7),
     "groups": (lambda x, y: centered(x.reshape(8, -1)).reshape(x.shape), 2 * 7 * 4),
 }  # fmt: skip
 
@@ -129,7 +131,7 @@ def merges(draw):
     return before, after, devices, draw(assignments(len(before), devices))
 
 
-@given(merges(), st.integers(0, 5))
+@given(merges(), st.integers(0, 7))
 def test_any_merge_and_what_follows(case, kind):
     before, after, devices, split = case
     x = random_array(before)
@@ -148,6 +150,10 @@ def test_any_merge_and_what_follows(case, kind):
             return jax.grad(lambda m: (jnp.tanh(m.T) * other.T).sum())(m).reshape(before)
         if kind == 4:
             return m.transpose(), m.reshape(-1) @ m.reshape(-1)
+        if kind == 5:
+            return m.ravel(order="F") @ jnp.arange(m.size, dtype=m.dtype)
+        if kind == 6:
+            return jnp.einsum("i...,i...->i", m, jnp.sin(x).reshape(after))
         return jnp.where(m > 0, m, m.min(last, keepdims=True)).prod(0)
 
     check(fn, x, devices=devices, inputs=[split], rtol=1e-4, atol=1e-4)
