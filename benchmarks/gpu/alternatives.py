@@ -27,7 +27,7 @@ from gshard.nn.flash import Segments, flash_attention, reference
 from gshard.nn.grouped import times
 from gshard.nn.kernels import attention as kernels
 from gshard.nn.kernels import float8, vocabulary
-from gshard.nn.layers import normalize, normalize_beside
+from gshard.nn.layers import normalize, normalize_with_residual
 
 Ways = dict[str, Callable[..., Any]]
 OURS = "gshard"
@@ -102,7 +102,7 @@ def norm() -> tuple[Ways, Shapes]:
     def plain(x: Any, scale: Any, bias: Any) -> Any:
         return normalize(x, scale, bias), x
 
-    return with_gradients({OURS: normalize_beside, PLAIN: plain}), [
+    return with_gradients({OURS: normalize_with_residual, PLAIN: plain}), [
         shaped(64, 1024, 1024),
         shaped(1024),
         shaped(1024),

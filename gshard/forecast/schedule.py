@@ -1,4 +1,4 @@
-"""When the steps of a program run, if transfers run beside arithmetic, as on GPUs.
+"""When the steps of a program run, if transfers overlap with arithmetic, as on GPUs.
 
 A transfer begins when what it sends is there and the links are free. A step that waits for one lets
 later steps pass, but not many: schedules that save memory do not move products far.
@@ -20,10 +20,10 @@ Times = Mapping[Any, float]  # of steps, by their names
 
 @dataclass(frozen=True)
 class Sent:
-    """A transfer: the time for which it is exposed, and the products beside it."""
+    """A transfer: the time for which it is exposed, and the products that run then."""
 
     exposed: float
-    beside: tuple[Any, ...]
+    overlapped: tuple[Any, ...]
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def _overlap(found: list[Timed], body: Mapping[int, DeviceOperator]) -> None:
         found[i] = replace(
             found[i],
             hidden_seconds=max(0.0, sends[i] - sent.exposed),
-            overlapped_with=tuple(dict.fromkeys(found[product].source for product in sent.beside)),
+            overlapped_with=tuple(dict.fromkeys(found[p].source for p in sent.overlapped)),
         )
 
 

@@ -128,10 +128,10 @@ class Collective:
         times = f" x {self.count}" if self.count != 1 else ""
         others = len({c.source for c in self.members}) - 1
         more = f" and {others} more line{'s' * (others > 1)}" if others > 0 else ""
-        beside = f"  during {', '.join(self.overlapped_with)}" if self.overlapped_with else ""
+        during = f"  during {', '.join(self.overlapped_with)}" if self.overlapped_with else ""
         return (
             f"{self.kind:<18} {self.bytes:>12,} B{times}  {self.dtype} over {self.group_size} "
-            f"devices  {self.source}{more}  {self.reason}{beside}"
+            f"devices  {self.source}{more}  {self.reason}{during}"
         )
 
 
@@ -153,17 +153,17 @@ class Collectives(list[Collective]):
         return table(("collective", "bytes", "runs", "devices", "line", "because"), rows, caption)
 
 
-Beside = Mapping[Any, tuple[str, ...]]  # by a collective's first result: lines of products
+Overlaps = Mapping[Any, tuple[str, ...]]  # by a collective's first result: lines of products
 
 
 def collectives_of(
-    jaxpr: Jaxpr, num_devices: int, beside: Beside | None = None
+    jaxpr: Jaxpr, num_devices: int, overlaps: Overlaps | None = None
 ) -> list[Collective]:
     """What a per-device program or a plan of it sends, in its order.
 
-    `beside` has what hides collectives.
+    `overlaps`: the products during which a collective runs, by its first result.
     """
-    return list(_walk(jaxpr, num_devices, 1, beside or {}))
+    return list(_walk(jaxpr, num_devices, 1, overlaps or {}))
 
 
 def count_equations(jaxpr: Jaxpr) -> int:
@@ -183,14 +183,14 @@ def collective_note(eqn: JaxprEqn) -> str:
     return f"{source_of(eqn)}: {reason_of(eqn)}" if eqn.primitive in COLLECTIVES else ""
 
 
-def _walk(jaxpr: Jaxpr, num_devices: int, count: int, beside: Beside) -> Iterator[Collective]:
+def _walk(jaxpr: Jaxpr, num_devices: int, count: int, overlaps: Overlaps) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         for found in collectives_in(eqn, num_devices, count):
             members = _members(found, combined_values(jaxpr, eqn))
-            hidden = beside.get(eqn.outvars[0], ())
+            hidden = overlaps.get(eqn.outvars[0], ())
             yield replace(found, members=members, overlapped_with=hidden)
         for inner, runs in zip(bodies(eqn), runs_inside(eqn, count), strict=True):
-            yield from _walk(inner, num_devices, runs, beside)
+            yield from _walk(inner, num_devices, runs, overlaps)
 
 
 def collectives_in(eqn: JaxprEqn, num_devices: int, count: int) -> Iterator[Collective]:

@@ -5,10 +5,10 @@ computed in float32.
 
 In a layer `x + f(norm(x))` the gradient of `x` is that of the sum plus that of the normalization.
 XLA computes it in several passes, one of them in float32 for the gradient of the scale. The kernel
-here (`normalize_beside`) reads `x` and both gradients once, and writes the gradient of `x` and some
-partial sums for scale and bias. It is written in Pallas for Triton; `normalize` is its oracle, and
-its replacement without a GPU. On several devices each runs the kernel on its own rows, in a manual
-region. Dims: R rows, M numbers in each.
+here (`normalize_with_residual`) reads `x` and both gradients once, and writes the gradient of `x`
+and some partial sums for scale and bias. It is written in Pallas for Triton; `normalize` is its
+oracle, and its replacement without a GPU. On several devices each runs the kernel on its own rows,
+in a manual region. Dims: R rows, M numbers in each.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _norm_backward(
     strategy: Strategy, cut: NormBlocks, kept: tuple[Array, Array], grads: tuple[Array, Array]
 ) -> tuple[Array, Array, Array]:
     x, scale = kept
-    own_x, grad, beside = (strategy.own_groups(a) for a in (x, *grads))
-    made, scale_PM, bias_PM = _gradients(own_x, grad, beside, scale, cut)
+    own_x, grad, residual = (strategy.own_groups(a) for a in (x, *grads))
+    made, scale_PM, bias_PM = _gradients(own_x, grad, residual, scale, cut)
     # Each device has sums of its own rows, which an AllReduce completes.
     programs = strategy.devices * len(scale_PM)
     sums = (strategy.all_groups(part, programs) for part in (scale_PM, bias_PM))
@@ -82,7 +82,7 @@ def _norm_backward(
 
 
 def _gradients(
-    x: Array, grad: Array, beside: Array, scale: Array, cut: NormBlocks
+    x: Array, grad: Array, residual: Array, scale: Array, cut: NormBlocks
 ) -> tuple[Array, Array, Array]:
     """The gradient of `x`, and sums over some rows each for scale and bias, [P, M]."""
     M = x.shape[-1]
@@ -102,12 +102,12 @@ def _gradients(
         compiler_params=plgpu.CompilerParams(num_warps=cut.warps),
         interpret=cut.interpret,
         name="norm_grads",
-    )(*(a.reshape(R, M) for a in (x, grad, beside)), scale)
+    )(*(a.reshape(R, M) for a in (x, grad, residual)), scale)
     return made.reshape(x.shape), scale_PM, bias_PM
 
 
 @with_gradient(_norm_backward, lambda _, x, scale, *rest: (x, scale), nondiff=(3, 4))
-def normalize_beside(
+def normalize_with_residual(
     x: Array, scale: Array, bias: Array, strategy: Strategy = ONE_DEVICE, cut: NormBlocks = CUT
 ) -> tuple[Array, Array]:
     """`x` normalized, and `x` itself for the residual path: one kernel computes both gradients."""
@@ -115,7 +115,7 @@ def normalize_beside(
 
 
 def _norm_kernel(
-    x_ref: Any, grad_ref: Any, beside_ref: Any, scale_ref: Any, made_ref: Any, scale_sum_ref: Any,
+    x_ref: Any, grad_ref: Any, residual_ref: Any, scale_ref: Any, made_ref: Any, scale_sum_ref: Any,
     bias_sum_ref: Any, *, rows: int,
 ) -> None:  # fmt: skip
     """Rows in order; sums over rows are accumulated and written at the end."""
@@ -124,15 +124,15 @@ def _norm_kernel(
 
     def body(i: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         place = pl.ds(i * rows, rows)
-        x, grad, beside = (
-            ref[place, :].astype(jnp.float32) for ref in (x_ref, grad_ref, beside_ref)
+        x, grad, residual = (
+            ref[place, :].astype(jnp.float32) for ref in (x_ref, grad_ref, residual_ref)
         )
         x = x - jnp.sum(x, axis=1, keepdims=True) / M
         steep = jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / M + EPSILON)
         x, scaled = x * steep, grad * scale
         mean = jnp.sum(scaled, axis=1, keepdims=True) / M
         along = jnp.sum(scaled * x, axis=1, keepdims=True) / M
-        made = beside + steep * (scaled - mean - x * along)
+        made = residual + steep * (scaled - mean - x * along)
         made_ref[place, :] = made.astype(made_ref.dtype)
         return sums[0] + grad * x, sums[1] + grad
 
@@ -201,13 +201,13 @@ class LayerNorm(eqx.Module):
         """Mean 0 and variance 1 over the last dim, then scale and bias."""
         return normalize(x_BLM, self.scale, self.bias)
 
-    def beside(self, x_BLM: Array, kernels: Strategy | None = None) -> tuple[Array, Array]:
+    def with_residual(self, x_BLM: Array, kernels: Strategy | None = None) -> tuple[Array, Array]:
         """The same, and `x_BLM` for the residual path.
 
         With `kernels`, one computes the gradients of both, on each device of that strategy.
         """
         if kernels is not None and fits_norm(x_BLM, kernels.devices):
-            return normalize_beside(x_BLM, self.scale, self.bias, kernels)
+            return normalize_with_residual(x_BLM, self.scale, self.bias, kernels)
         return self(x_BLM), x_BLM
 
 

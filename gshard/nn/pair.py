@@ -83,7 +83,7 @@ class Layer(eqx.Module):
             return x + dropout(y, c.residual_dropout, key, c.random)
 
         kernels = c.kernels(strategy)
-        h_BTM, x_BTM = self.self_norm.beside(x_BTM, kernels)
+        h_BTM, x_BTM = self.self_norm.with_residual(x_BTM, kernels)
         own: Cached | None = None  # itself
         if cache is not None:
             new = self.self_attention.keys_values(h_BTM)
@@ -96,11 +96,11 @@ class Layer(eqx.Module):
             assert masks.cross is not None
             cross = memory_BLM if cache is None else cache.cross
             assert cross is not None
-            h_BTM, x_BTM = self.cross_norm.beside(x_BTM, kernels)
+            h_BTM, x_BTM = self.cross_norm.with_residual(x_BTM, kernels)
             y_BTM = attend(self.cross_attention, h_BTM, cross, masks.cross, keys[2])
             x_BTM = residual(x_BTM, y_BTM, keys[3])
 
-        h_BTM, x_BTM = self.feed_forward_norm.beside(x_BTM, kernels)
+        h_BTM, x_BTM = self.feed_forward_norm.with_residual(x_BTM, kernels)
         parts, routed = [], None
         if self.moe is not None:
             y_BTM, routed = self.moe.routed(h_BTM, masks.real, keys[4], strategy, dropless=dropless)

@@ -219,9 +219,9 @@ class Program(GlobalFunction):
             self.captured.original,
         )
 
-    def collectives(self, beside: inventory.Beside) -> list[inventory.Collective]:
+    def collectives(self, overlaps: inventory.Overlaps) -> list[inventory.Collective]:
         """The collectives, with their bytes and lines."""
-        return inventory.collectives_of(self.finished, self.mesh.size, beside)
+        return inventory.collectives_of(self.finished, self.mesh.size, overlaps)
 
     def text(self) -> str:
         """The per-device program, readable."""

@@ -87,13 +87,13 @@ class Lowered(Stage):
         On hardware that overlaps communication also with the products that hide it.
         """
         hardware = self._planned_for
-        beside: dict[Any, tuple[str, ...]] = {}
+        overlaps: dict[Any, tuple[str, ...]] = {}
         if isinstance(self._program, Program) and hardware is not None and hardware.overlaps:
             topology = hardware.topology(self._program.num_devices)
             body = body_of(self._program.finished, hardware.compiler)
             operators = timed(body, hardware, topology)
-            beside = {t.value: t.overlapped_with for t in operators if t.overlapped_with}
-        return inventory.Collectives(self._program.collectives(beside))
+            overlaps = {t.value: t.overlapped_with for t in operators if t.overlapped_with}
+        return inventory.Collectives(self._program.collectives(overlaps))
 
     @property
     def conflicts(self) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from gshard.explanation.hlo import collectives_of_hlo
 from gshard.graph.evaluate import Interpret, bind, evaluate, rebuilt
 from gshard.graph.regions import loop_bodies
 from gshard.graph.source import on_behalf_of, source_of
-from gshard.moving.inventory import Beside, Collective
+from gshard.moving.inventory import Collective, Overlaps
 from gshard.propagation.propagate import propagate
 from gshard.rules.base.rule import REGIONS
 from gshard.runtime.ports import Port
@@ -252,7 +252,7 @@ class XlaProgram(GlobalFunction):
     def _compiled(self) -> jax.stages.Compiled:
         return self.traced.lower().compile()
 
-    def collectives(self, beside: Beside) -> list[Collective]:
+    def collectives(self, overlaps: Overlaps) -> list[Collective]:
         """The collectives of XLA's compiled program."""
         return list(collectives_of_hlo(self._compiled.as_text() or "", self.num_devices))
 

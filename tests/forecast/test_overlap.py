@@ -88,18 +88,18 @@ def test_a_schedule():
     sends, works = {"gather": 2.0, "exchange": 3.0}, {"hidden": 4.0, "experts": 5.0, "other": 1.0}
     found = overlapped(STEPS, sends, works, works.keys())
     assert found["gather"].exposed == 0
-    assert found["gather"].beside == ("hidden",)
+    assert found["gather"].overlapped == ("hidden",)
     assert found["exchange"].exposed == 2.0
-    assert found["exchange"].beside == ("other",)
+    assert found["exchange"].overlapped == ("other",)
 
 
 def test_transfers_queue_for_the_links():
     sends, works = {"gather": 9.0, "exchange": 3.0}, {"hidden": 4.0, "experts": 5.0, "other": 1.0}
     found = overlapped(STEPS, sends, works, {"hidden", "experts"})
     assert found["gather"].exposed == 4.0
-    assert found["gather"].beside == ("hidden",)
+    assert found["gather"].overlapped == ("hidden",)
     assert found["exchange"].exposed == 3.0
-    assert found["exchange"].beside == ()
+    assert found["exchange"].overlapped == ()
 
 
 @given(st.data())
@@ -116,7 +116,7 @@ def test_no_schedule_is_faster_than_its_resources(data):
     assert found.keys() == sends.keys()
     for number, sent in found.items():
         assert 0 <= sent.exposed <= sends[number]
-        for other in sent.beside:
+        for other in sent.overlapped:
             assert number not in needed[other]
             assert other not in needed[number]
     exposed = sum(sent.exposed for sent in found.values())

@@ -8,7 +8,7 @@ import pytest
 import gshard
 from gshard.nn import Strategy, layers
 from gshard.nn.flash import Segments
-from gshard.nn.layers import NormBlocks, fits_norm, normalize, normalize_beside
+from gshard.nn.layers import NormBlocks, fits_norm, normalize, normalize_with_residual
 from gshard.nn.pair import Inputs, Layer, Masks
 from tests.nn import models
 from tests.oracle import kinds, sent
@@ -31,7 +31,7 @@ def test_gradients(shape, cut):
     scale, bias = (jnp.asarray(rng.normal(size=shape[-1]), jnp.float32) for _ in range(2))
 
     def beside(x, scale, bias):
-        return normalize_beside(x, scale, bias, cut=cut)
+        return normalize_with_residual(x, scale, bias, cut=cut)
 
     def plain(x, scale, bias):
         return normalize(x, scale, bias), x
@@ -48,7 +48,7 @@ def test_halves_are_rounded_once():
     x, near, past = (jnp.asarray(rng.normal(size=(8, 64)), jnp.bfloat16) for _ in range(3))
     scale, bias = jnp.ones(64, jnp.bfloat16), jnp.zeros(64, jnp.bfloat16)
     cut = NormBlocks(128, 2, interpret=True)
-    pull = jax.vjp(lambda x: normalize_beside(x, scale, bias, cut=cut), x)[1]
+    pull = jax.vjp(lambda x: normalize_with_residual(x, scale, bias, cut=cut), x)[1]
     (got,) = pull((near, past))
     wide = jax.vjp(lambda x: (normalize(x, scale, bias), x), x.astype(jnp.float32))[1]
     (want,) = wide((near.astype(jnp.float32), past.astype(jnp.float32)))
@@ -78,10 +78,10 @@ def test_a_layer_by_the_kernel_is_the_plain_one(monkeypatch):
         if len(given) < 5:  # not from its own forward pass
             used.append(given)
             given = (*given, NormBlocks(32, 4, interpret=True))
-        return normalize_beside(*given)
+        return normalize_with_residual(*given)
 
     monkeypatch.setattr(layers, "fits_norm", lambda x, devices: True)
-    monkeypatch.setattr(layers, "normalize_beside", by_kernel)
+    monkeypatch.setattr(layers, "normalize_with_residual", by_kernel)
     got = gradients(layer, x)
     assert len(used) == 3
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
@@ -104,7 +104,7 @@ def test_each_device_runs_the_kernel_on_its_own_rows(strategy):
         return jax.grad(loss, (0, 1, 2))
 
     cut = NormBlocks(128, 3, interpret=True)
-    by_kernel = gradients(lambda *given: normalize_beside(*given, strategy, cut))
+    by_kernel = gradients(lambda *given: normalize_with_residual(*given, strategy, cut))
     want = gradients(lambda x, scale, bias: (normalize(x, scale, bias), x))(x, scale, bias)
     run = gshard.jit(by_kernel, devices=jax.devices()[:devices])
     for a, b in zip(run(x, scale, bias), want, strict=True):

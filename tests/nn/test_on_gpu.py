@@ -13,7 +13,7 @@ from gshard.nn.kernels.float8 import reference as plain_eight
 from gshard.nn.kernels.vocabulary import fits as loss_fits
 from gshard.nn.kernels.vocabulary import log_z_and_grads
 from gshard.nn.kernels.vocabulary import reference as plain_loss
-from gshard.nn.layers import fits_norm, normalize, normalize_beside
+from gshard.nn.layers import fits_norm, normalize, normalize_with_residual
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
 
@@ -96,7 +96,7 @@ def test_normalization_beside_the_residual(shape):
     x, scale, bias = draw(*shape), draw(1, shape[-1])[0], draw(shape[-1])
     assert fits_norm(x)
     same(
-        lambda *given: sum(normalize_beside(*given)),
+        lambda *given: sum(normalize_with_residual(*given)),
         lambda x, scale, bias: normalize(x, scale, bias) + x,
         x,
         scale,
