@@ -8,11 +8,6 @@
     python -m benchmarks.pipelines --auto          gshard.auto of a model that fits in stages only
     ... --out results.txt                          results in a file as well
 
-Processes have cores of their own, with one thread on each: with fewer cores than processes a bubble
-costs nothing, since another stage uses the core. Memory that a step frees is kept for the next one:
-pages that the system clears again may take longer than the step. Processes first measure themselves
-(`forecast.measure`), and the forecast is for that.
-
 On a GPU, a stage of a Transformer of the paper's shapes, 36 layers in 8 stages, is timed and
 compared with a scan over as many layers, microbatch by microbatch, without a pipeline; layers are
 rematerialized in both, and the bubble is in neither time. What a device would send is what it
@@ -41,15 +36,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import gshard
-from benchmarks import pipelines_67b
+from benchmarks import pipelines_67b, pipelines_sockets
 from benchmarks.gpu.many import numbers_of
 from benchmarks.gpu.timing import peak_gb
 from benchmarks.many_gpus import ALONE
 from benchmarks.speed_gpu import CUBLAS
 from examples.recipes.transformer import Params, Size, block, norm
-from gshard.forecast.hardware import hardware
-from gshard.forecast.measure import measured
-from gshard.mt.launch.local import free_port
 from gshard.pipelining.schedules import NAMES, make
 
 SMALL = Size(L=8, B=32, S=32, M=64, N=4, F=256, V=256)
@@ -58,7 +50,6 @@ SOCKETS = Size(L=8, B=64, S=64, M=1024, N=8, F=4096, V=256)
 PAPER = Size(L=36, B=128, S=1024, M=1024, N=16, F=8192, V=256)  # stages 0 to 3: 5 layers, no head
 LEAST = 45  # seconds on the GPU that are left to each of the programs after one
 PROFILED = "--xla_gpu_enable_command_buffer="  # no CUDA graphs
-KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 
 
 def loss(params: Params, x, labels, stages: int, microbatches: int, schedule: str, layer: Any):
@@ -171,47 +162,16 @@ def seconds(run: Any, arguments: Any, steps: int = 3) -> float:
     return float(np.median(times))
 
 
-def cores_of(number: int, count: int) -> list[int]:
-    """The cores of one of `count` processes: one of the threads that share a core."""
-    found: dict[str, int] = {}
-    for cpu in sorted(os.sched_getaffinity(0)):
-        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        found.setdefault(path.read_text() if path.exists() else str(cpu), cpu)
-    cores = list(found.values())
-    share = max(len(cores) // count, 1)
-    return [cores[(number * share + i) % len(cores)] for i in range(share)]
-
-
-def member(number: int, port: int, count: int, rows: int, out: str) -> None:
+def member(number: int, port: int, count: int, rows: int, limit: int, out: str) -> None:
     """One of the processes: the measured and the forecast time of a step by each schedule."""
-    own = cores_of(number, count)
-    os.sched_setaffinity(0, own)  # before XLA makes its threads
-    jax.config.update("jax_num_cpu_devices", 1)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", count, number)
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        # By the same figures in every process: by its own, one would plan another program.
-        own_text = np.frombuffer(measured(rounds=10).encode().ljust(1 << 14), np.uint8)
-        text = multihost_utils.broadcast_one_to_all(own_text).tobytes().decode().rstrip()
-        file.write(text)
-        file.flush()
-        machine = hardware(file.name)
-    tell = functools.partial(say, out=out) if number == 0 else lambda _: None
-    tell(f"{count} processes of {len(own)} cores; each is measured as\n{text}")
-    size, found = Size(**{**vars(SOCKETS), "B": rows}), {}
-    for name in ("gpipe", "1f1b", "zb-h1"):
-        step = gshard.jit(step_of(count, 2 * count, name), hardware=machine)
-        lowered = step.lower(*shapes(size, size.L))
-        arguments = placed(lowered, shapes(size, size.L))
-        found[name] = seconds(lowered.compile(), arguments)
-        forecast = lowered.forecast(machine)
-        error = forecast.step_seconds / found[name] - 1
-        tell(f"{name}: {found[name]:.3f} s, forecast {forecast.step_seconds:.3f} s ({error:+.0%})")
-        if name == "zb-h1":
-            tell(str(forecast))
-    ideal = make("gpipe", count, 2 * count).ticks / make("zb-h1", count, 2 * count).ticks
-    speed = found["gpipe"] / found["zb-h1"]
-    tell(f"zb-h1 at {speed:.2f} of gpipe's speed, {ideal:.2f} by ticks")
+    pipelines_sockets.joined(number, port, count)
+    size = Size(**{**vars(SOCKETS), "B": rows})
+
+    def program(schedule: str) -> Any:
+        return step_of(count, 2 * count, schedule), shapes(size, size.L)
+
+    tell = functools.partial(say, out=out)
+    pipelines_sockets.measure(program, placed, count, limit, tell)
 
 
 def placed(lowered: gshard.Lowered, arguments: Any) -> Any:
@@ -338,12 +298,12 @@ def main() -> None:
     parser.add_argument("--of", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--schedule", default="zb-h1", help=argparse.SUPPRESS)
     parser.add_argument("--profile", action="store_true", help="with --gpu: profiles as well")
-    parser.add_argument("--seconds", type=int, default=185, help="with --gpu: for all of them")
+    parser.add_argument("--seconds", type=int, default=185, help="for all of the programs")
     parser.add_argument("--auto", action="store_true", help="gshard.auto with the stages open")
     chosen = parser.parse_args()
     again = [sys.executable, "-m", "benchmarks.pipelines"]
     if chosen.member:
-        member(*chosen.member, chosen.processes, chosen.rows, chosen.out)
+        member(*chosen.member, chosen.processes, chosen.rows, chosen.seconds, chosen.out)
     elif chosen.of:
         on_gpu(*chosen.of, chosen.schedule, chosen.out, chosen.profile)
     elif chosen.gpu:
@@ -353,13 +313,10 @@ def main() -> None:
     elif chosen.big:
         pipelines_67b.main(chosen.compile)
     elif chosen.processes:
-        count, port = chosen.processes, free_port("127.0.0.1")
-        settings = {"--processes": str(count), "--rows": str(chosen.rows), "--out": chosen.out}
-        command = [*again, *(text for pair in settings.items() for text in pair)]
-        members = [["--member", str(n), str(port)] for n in range(count)]
-        kept = {**os.environ, **KEPT}
-        running = [subprocess.Popen([*command, *each], env=kept) for each in members]
-        sys.exit(max(process.wait() for process in running))
+        count, limit = chosen.processes, chosen.seconds
+        settings = {"processes": count, "rows": chosen.rows, "seconds": limit, "out": chosen.out}
+        options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+        sys.exit(pipelines_sockets.run([*again, *options], count, limit))
     else:
         jax.config.update("jax_num_cpu_devices", 8)
         bubbles()
