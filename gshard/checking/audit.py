@@ -135,14 +135,16 @@ class Audit:
         of_user = _variables(emitted.flat.jaxpr, lambda eqn: [c.jaxpr for c in loop_bodies(eqn)])
         self.depth = {var: depth for var, (depth, _) in of_user.items()}
         self.maker = {var: eqn for var, (_, eqn) in of_user.items() if eqn is not None}
-        times = Counter(
-            h.value
-            for var, (depth, _) in _variables(emitted.body.jaxpr).items()
+        asked = [
+            (self._is_late(h, eqn, depth), h.value)
+            for var, (depth, eqn) in _variables(emitted.body.jaxpr).items()
             for h in emitted.held.get(var, ())
             if self.depth.get(h.value) == depth
-        )
+        ]
+        in_order = sorted(asked, key=lambda each: each[0])
         self.compared: set[Any] = set()
-        self.logical = Logical(emitted, arguments, times)
+        self.late: list[tuple[Held, Value, Event]] = []
+        self.logical = Logical(emitted, arguments, Counter(var for _, var in in_order))
 
     def event(self, event: Event) -> None:
         """Look at what an equation has made, or at what a body begins with."""
@@ -150,13 +152,23 @@ class Audit:
             for held in self.emitted.held.get(var, ()):
                 if self.depth.get(held.value) != len(event.path):
                     continue
+                if self._is_late(held, event.eqn, len(event.path)):
+                    self.late.append((held, event.values[n], event))
+                    continue
                 wanted = self.logical.value(held.value, event.path)
                 event.values[n] = self.look(held, event.values[n], wanted, event)
+
+    def _is_late(self, held: Held, eqn: JaxprEqn | None, depth: int) -> bool:
+        """Whether devices have an argument that is another value too, such as what a loop returns
+        of it as it is: that is compared when the user's program has come there by itself."""
+        return eqn is None and not depth and held.value in self.maker
 
     def finish(self, results: Sequence[Value]) -> None:
         """Compare the results, and count what was never compared."""
         outvars, end = self.emitted.flat.jaxpr.outvars, Event(None, (), [], (), ())
         pairs = zip(results, self.logical.finish(), strict=True)
+        for held, got, event in self.late:
+            self.look(held, got, self.logical.value(held.value, ()), event)
         for atom, crossing, (got, wanted) in zip(outvars, self.emitted.out_of, pairs, strict=True):
             self.look(Held(atom, *crossing), got, wanted, end, "end")
         planned = {h.value for found in self.emitted.held.values() for h in found}
