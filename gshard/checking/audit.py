@@ -100,22 +100,17 @@ def _in_order(jaxpr: Jaxpr, asked: Sequence[Any]) -> Jaxpr:
 
     So few values wait for the devices that have them much later, or for those that had them before.
     """
-    maker: dict[Any, int] = {}
-    for number, eqn in enumerate(jaxpr.eqns):
+    never = len(asked) + 1
+    first = dict.fromkeys((v for v in jaxpr.outvars if not isinstance(v, Literal)), len(asked))
+    first |= {var: number for number, var in enumerate(asked)}
+    when = []  # an operator runs no later than those that read its results
+    for eqn in reversed(jaxpr.eqns):
         inside = [v for body in bodies(eqn) for v in _variables(body)]
-        maker |= dict.fromkeys((*eqn.outvars, *inside), number)
-    done: dict[int, JaxprEqn] = {}
-    for atom in (*asked, *jaxpr.outvars):
-        left = [] if isinstance(atom, Literal) or atom not in maker else [maker[atom]]
-        while left:
-            last = left[-1]
-            reads = [a for a in jaxpr.eqns[last].invars if not isinstance(a, Literal)]
-            missing = [maker[a] for a in reads if a in maker and maker[a] not in done]
-            if last in done or not missing:
-                done.setdefault(left.pop(), jaxpr.eqns[last])
-            else:
-                left += missing
-    return jaxpr.replace(eqns=list(done.values()))
+        when.append(min((first.get(v, never) for v in (*eqn.outvars, *inside)), default=never))
+        reads = [a for a in eqn.invars if not isinstance(a, Literal)]
+        first |= {a: min(when[-1], first.get(a, never)) for a in reads}
+    ordered = sorted(zip(reversed(when), jaxpr.eqns, strict=True), key=lambda each: each[0])
+    return jaxpr.replace(eqns=[eqn for number, eqn in ordered if number < never])
 
 
 def _numbers(path: Path) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
@@ -20,35 +21,48 @@ _compiled: dict[Hashable, Callable[..., Any]] = {}  # the last one was used last
 
 
 def on_each(eqn: JaxprEqn, operands: Sequence[np.ndarray], active: np.ndarray) -> list[np.ndarray]:
-    """The results of an equation on the active devices; once if all have the same operands."""
+    """The results of an equation on the active devices; once if all have the same operands.
+
+    Devices that have floats run one after the other, so that each has the bits of its own.
+    """
     if eqn.primitive is lookup_p:
         return [eqn.params["table"].rows[operands[0]]]
-    count = max(map(len, operands), default=1)
-    count = len(active) if eqn.effects else count
-    rows: list[Any] = [None] * count
-    for device in range(count):
-        if count == 1 or active[device]:
-            own = [x[device if len(x) > 1 else 0] for x in operands]
-            given = [_typed(x, a.aval.dtype) for x, a in zip(own, eqn.invars, strict=True)]
-            rows[device] = [_integers(x) for x in _run(eqn, given)]
-    some = next(row for row in rows if row is not None)
-    rows = [[np.zeros_like(x) for x in some] if row is None else row for row in rows]
-    return [np.stack(column) for column in zip(*rows, strict=True)]
+    types = [a.aval.dtype for a in eqn.invars]
+
+    def run(*own: Any) -> list[Any]:
+        # An argument on a mesh of explicit axes leaves it in the context; here is one device.
+        with eqn.ctx.manager, without_mesh():
+            made = bind(eqn, list(map(_typed, own, types)))
+        return [jax.random.key_data(x) if is_key(x) else x for x in made]
+
+    if eqn.effects:
+        on = np.flatnonzero(active)
+        rows = [
+            on_all((eqn, 1), run, [x[d : d + 1] if len(x) > 1 else x for x in operands]) for d in on
+        ]
+        return [
+            np.concatenate(x)[np.maximum(np.cumsum(active) - 1, 0)] for x in zip(*rows, strict=True)
+        ]
+    of_floats = any(jnp.issubdtype(a.aval.dtype, jnp.inexact) for a in (*eqn.invars, *eqn.outvars))
+    return on_all((eqn,), run, operands, _one_by_one if of_floats else jax.vmap)
 
 
-def _run(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    # An argument on a mesh of explicit axes leaves it in the context; here is one device.
-    with eqn.ctx.manager, without_mesh(), jax.default_device(host()):
-        if eqn.effects:
-            try:
-                return bind(eqn, values)
-            except NotImplementedError:  # JAX runs this primitive in compiled programs alone
-                pass
-        return _compiled_for(signature(eqn), lambda *xs: list(bind(eqn, xs)))(*values)
+def _one_by_one(function: Callable[..., Any], axes: Sequence[int | None]) -> Callable[..., Any]:
+    """As `vmap` of a function that cannot be batched, or has to have the bits of each device."""
+
+    def run(*given: Any) -> Any:
+        count = next(len(x) for x, axis in zip(given, axes, strict=True) if axis == 0)
+        own = lambda d: [x if axis is None else x[d] for x, axis in zip(given, axes, strict=True)]  # noqa: E731
+        return jax.lax.map(lambda d: function(*own(d)), jnp.arange(count))
+
+    return run
 
 
 def on_all(
-    key: Any, function: Callable[..., list[Any]], operands: Sequence[np.ndarray]
+    key: Any,
+    function: Callable[..., list[Any]],
+    operands: Sequence[np.ndarray],
+    each: Callable[..., Any] = jax.vmap,
 ) -> list[np.ndarray]:
     """The results of a function of what one device has, on all devices at once.
 
@@ -57,7 +71,7 @@ def on_all(
     axes = [0 if len(x) > 1 else None for x in operands]
     key = tuple(signature(k) if isinstance(k, JaxprEqn) else k for k in (*key, tuple(axes)))
     given = [x if axis == 0 else x[0] for x, axis in zip(operands, axes, strict=True)]
-    batched = jax.vmap(function, axes) if 0 in axes else function
+    batched = each(function, axes) if 0 in axes else function
     with without_mesh(), jax.default_device(host()):
         made = map(np.asarray, _compiled_for(key, batched)(*given))
     return [x if 0 in axes else x[None] for x in made]
@@ -70,14 +84,10 @@ def _compiled_for(key: Hashable, function: Callable[..., Any]) -> Callable[..., 
     return found
 
 
-def _typed(array: np.ndarray, dtype: Any) -> Any:
+def _typed(array: Any, dtype: Any) -> Any:
     if is_key_type(dtype):
         return jax.random.wrap_key_data(array, impl=prng_impl(dtype).name)
     return array.astype(dtype)
-
-
-def _integers(value: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(value) if is_key(value) else value)
 
 
 def signature(eqn: JaxprEqn) -> Hashable:

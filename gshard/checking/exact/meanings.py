@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core.primitives import scatter_p
 
-from gshard._jax import prng_impl, ragged_dot_dense, without_mesh
+from gshard._jax import ragged_dot_dense, without_mesh
 from gshard.checking.exact.number import is_float
 from gshard.checking.on_host import signature
 from gshard.graph.windows import convolution, window_places, window_sum
@@ -99,26 +100,6 @@ def _cumulative(combine: Operator) -> Operator:
     return lambda q, x: lax.associative_scan(combine, x, reverse=q["reverse"], axis=q["axis"])
 
 
-def _random(draw: Callable[[Any, Params], Operator]) -> Operator:
-    """An operator on keys: a function of the integers that each of them is."""
-
-    def operator(q: Params, keys: jax.Array, *folded: jax.Array) -> jax.Array:
-        impl = prng_impl(keys.dtype)
-        one = draw(impl, q)
-        keys, *more = jnp.broadcast_arrays(keys, *folded)  # one of several may be a scalar
-        for _ in keys.shape:
-            one = jax.vmap(one)
-        made = one(jax.random.key_data(keys), *more)
-        return made if "bit_width" in q else jax.random.wrap_key_data(made, impl=impl.name)
-
-    return operator
-
-
-_RANDOM = {
-    "random_bits": lambda impl, q: lambda key: impl.random_bits(key, q["bit_width"], q["shape"]),
-    "random_split": lambda impl, q: lambda key: impl.split(key, q["shape"]),
-    "random_fold_in": lambda impl, q: impl.fold_in,
-}
 MEANINGS: dict[str, Operator] = {
     "conv_general_dilated": convolution,
     "reduce": _reduce,
@@ -138,21 +119,16 @@ MEANINGS: dict[str, Operator] = {
     "rem": lambda q, a, b: a - b * jnp.trunc(a / b),
     "expm1": lambda q, x: lax.sub(lax.exp(x), jnp.ones_like(x)),
     "log1p": lambda q, x: lax.log(lax.add(x, jnp.ones_like(x))),
-    **{name: _random(draw) for name, draw in _RANDOM.items()},
 }  # fmt: skip
 _written: dict[Hashable, ClosedJaxpr] = {}
 
 
 def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The program that an equation stands for; None for operators that the field has."""
-    name = eqn.primitive.name
-    meaning = MEANINGS.get(name)
-    if name in _RANDOM:
-        known = prng_impl(eqn.invars[0].aval.dtype).name == "threefry2x32"
-    elif name == "scatter":
+    meaning = MEANINGS.get(eqn.primitive.name)
+    known = any(is_float(v.aval.dtype) for v in eqn.outvars)  # JAX can do that to integers
+    if eqn.primitive is scatter_p:
         known = eqn.params["update_jaxpr"] is not None
-    else:  # JAX can do that to integers
-        known = any(is_float(v.aval.dtype) for v in eqn.outvars)
     if meaning is None or not known:
         return None
     key = signature(eqn)

@@ -44,11 +44,8 @@ from gshard.checking.exact.pointwise import (
     opaque,
     smaller,
 )
-from gshard.graph.evaluate import bind
 from gshard.rules.linalg import MATRICES, VECTORS
 from gshard.rules.pointwise import POINTWISE as ON_ELEMENTS
-from gshard.tensors.devices import lookup_p
-from gshard.tensors.keys import is_key_type
 
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print", "mark")
 _SOLVERS = (*MATRICES, *VECTORS)
@@ -75,7 +72,7 @@ def _local(
         made = operator(eqn, *wide)
         return made if isinstance(made, list) else [made]
     if integers_alone:
-        return _of_integers(eqn, operands, active)
+        return on_host.on_each(eqn, operands, active)
     if name in _CALLBACKS:
         return [_hash_of_all(eqn, operands, n, ()) for n in range(len(eqn.outvars))]
     if eqn.primitive in _SOLVERS:
@@ -84,14 +81,6 @@ def _local(
         return [opaque(eqn, *wide)]
     made = _run(eqn, operands, active)
     return [_doubtful(x, n, eqn) for n, x in enumerate(made)] if of_floats else made
-
-
-def _of_integers(eqn: JaxprEqn, operands: Sequence[Value], active: np.ndarray) -> list[Value]:
-    """Integers are themselves: JAX's own operator, on all devices at once if that is possible."""
-    of_keys = any(is_key_type(a.aval.dtype) for a in (*eqn.invars, *eqn.outvars))
-    if eqn.effects or of_keys or eqn.primitive is lookup_p:
-        return on_host.on_each(eqn, operands, active)
-    return on_host.on_all((eqn,), lambda *xs: list(bind(eqn, xs)), operands)
 
 
 def _run(eqn: JaxprEqn, operands: Sequence[Value], active: Any = None) -> list[Value]:

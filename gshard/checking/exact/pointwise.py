@@ -259,19 +259,6 @@ def _bitcast(eqn: JaxprEqn, a: Value) -> Value:
     return of_array(made[..., 0] if old.itemsize < new.itemsize else made)
 
 
-def _threefry(eqn: JaxprEqn, *operands: np.ndarray) -> list[np.ndarray]:
-    """The generator of random bits (Salmon et al., 2011)."""
-    k0, k1, x0, x1 = aligned(eqn, operands)
-    keys = [k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA), k0]
-    x0, x1 = x0 + k0, x1 + k1
-    for turn in range(5):
-        for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[turn % 2]:
-            x0 = x0 + x1
-            x1 = x0 ^ ((x1 << np.uint32(bits)) | (x1 >> np.uint32(32 - bits)))
-        x0, x1 = x0 + keys[turn % 3], x1 + keys[(turn + 1) % 3] + np.uint32(turn + 1)
-    return [x0, x1]
-
-
 def _xor(eqn: JaxprEqn, a: Value, b: Value) -> Value:
     """Bits whose order is changed, and changed back, are still those of the same floats."""
     return a if isinstance(a, Exact) else b if isinstance(b, Exact) else a ^ b
@@ -297,7 +284,7 @@ OF_ANY: dict[str, Callable[..., Any]] = {  # integers, too
     **{name: lambda eqn, *xs, fn=fn: fn(*xs) for name, fn in _COMPARE.items()},
     "add": add, "add_any": add, "sub": _sub, "mul": mul, "neg": neg, "select_n": _select,
     "and": lambda eqn, a, b: a & b, "or": lambda eqn, a, b: a | b, "not": lambda eqn, a: ~a,
-    "xor": _xor, "threefry2x32": _threefry,
+    "xor": _xor,
     "convert_element_type": lambda eqn, a: converted(a, eqn.params["new_dtype"]),
 }  # fmt: skip
 OF_FLOATS: dict[str, Operator] = {

@@ -8,6 +8,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from gshard.checking.audit import EXACT
+from gshard.checking.exact import field
 from gshard.checking.exact.number import Exact, constant, of_array, plain
 from gshard.checking.lockstep import Lockstep, ended
 
@@ -61,9 +62,6 @@ SUMMED = {
     "gradients of pools": lambda x, w: jax.grad(
         lambda x: (lax.reduce_window(x, -np.inf, lax.max, (2, 2, 1), (1, 2, 1), "SAME") ** 2).sum()
     )(x + jnp.arange(60.0).reshape(x.shape) * 16),
-    "tridiagonal": lambda x, w: lax.linalg.tridiagonal_solve(
-        w[:, 0], jnp.full(len(w), 16.0), jnp.zeros(len(w)), w
-    ),
     "keys folded": lambda x, w: jax.vmap(
         lambda k: jax.random.bits(jax.random.fold_in(k, jnp.int32(x[0, 0, 0])))
     )(jax.random.split(jax.random.key(0), 3)),
@@ -114,6 +112,34 @@ def test_as_jax(case):
             if isinstance(got, Exact):
                 residues = got.one[d if len(got.r) > 1 else 0]
                 np.testing.assert_array_equal(residues, constant(right).one[0])
+
+
+SYSTEMS = {
+    "tridiagonal": (lambda d, b: lax.linalg.tridiagonal_solve(d[0], d[1], d[2], b), (3, 4)),
+    "triangular": (lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), (4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_solvers_are_linear_and_unknown(name):
+    """Of the right side, column by column, and with another matrix for other systems."""
+    solve, shape = SYSTEMS[name]
+
+    def fn(a, b, c):
+        both = jnp.concatenate([b, c], 1)
+        return solve(a, b) + solve(a, c), solve(a, b + c), solve(a, both), solve(a * 2, b)
+
+    rng, columns = np.random.default_rng(5), (4, 3)
+    a = rng.integers(1, 3, shape).astype(np.float32) + 4 * np.eye(*shape, dtype=np.float32)
+    args = [a, *(rng.integers(-4, 5, columns).astype(np.float32) for _ in range(2))]
+    with np.errstate(all="ignore"):
+        closed, found = run(fn, *(np.broadcast_to(x, (D, *x.shape)) for x in args))
+    for got, right in zip(found, jaxpr_as_fun(closed)(*args), strict=True):
+        np.testing.assert_allclose(got.f[0], right, rtol=1e-5, atol=1e-6)
+    sums, together, wide, other = (x.r[0] for x in found)
+    np.testing.assert_array_equal(sums, together)
+    np.testing.assert_array_equal(sums, field.add(wide[:, :3], wide[:, 3:]))
+    assert (other != wide[:, :3]).all()
 
 
 def test_random_bits():
