@@ -51,9 +51,9 @@ def _one_by_one(function: Callable[..., Any], axes: Sequence[int | None]) -> Cal
     """As `vmap` of a function that cannot be batched, or has to have the bits of each device."""
 
     def run(*given: Any) -> Any:
-        count = next(len(x) for x, axis in zip(given, axes, strict=True) if axis == 0)
-        own = lambda d: [x if axis is None else x[d] for x, axis in zip(given, axes, strict=True)]  # noqa: E731
-        return jax.lax.map(lambda d: function(*own(d)), jnp.arange(count))
+        pairs = [(x, axis is not None) for x, axis in zip(given, axes, strict=True)]
+        rows = jnp.arange(next(len(x) for x, is_mapped in pairs if is_mapped))
+        return jax.lax.map(lambda d: function(*(x[d] if own else x for x, own in pairs)), rows)
 
     return run
 
