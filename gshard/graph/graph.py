@@ -12,18 +12,10 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
-MAX_INDICES = 16  # largest constant index that is evaluated, in elements
-
-# Operators that compute indices, which `Graph.constant` evaluates.
-_INDEX_MATH = (
-    p.broadcast_in_dim_p, p.concatenate_p, p.reshape_p, p.squeeze_p, p.convert_element_type_p,
-    p.add_p, p.lt_p, p.select_n_p,
-)  # fmt: skip
 _COPYING = (p.broadcast_in_dim_p, p.convert_element_type_p)
 
 
@@ -92,30 +84,6 @@ class Graph:
     def numbers(self) -> dict[JaxprEqn, int]:
         """The position of each equation."""
         return {eqn: number for number, eqn in enumerate(self.eqns)}
-
-    def constant(
-        self,
-        atom: Any,
-        math: Callable[[JaxprEqn], bool] = lambda eqn: eqn.primitive in _INDEX_MATH,
-        most: int = MAX_INDICES,
-    ) -> np.ndarray | None:
-        """The value of an index that depends only on literals and known values; else None.
-
-        It has at most so many elements, and is computed by such equations.
-        """
-        if isinstance(atom, Literal):
-            return np.asarray(atom.val)
-        if atom in self.known:
-            return np.asarray(self.known[atom])
-        eqn = self.maker(atom)
-        if eqn is None or atom.aval.size > most or not math(eqn):
-            return None
-        operands = [self.constant(a, math, most) for a in eqn.invars]
-        if any(o is None for o in operands):
-            return None
-        with jax.ensure_compile_time_eval():
-            params = eqn.primitive.get_bind_params(eqn.params)
-            return np.asarray(eqn.primitive.bind(*operands, **params))
 
     def fill(self, atom: Any) -> Any:
         """The number that every element of a tensor is, if that is known; else None."""

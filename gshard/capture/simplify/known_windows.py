@@ -1,15 +1,19 @@
-"""Gathers and scatters at known places: indices that are constants, or count up from one.
+"""Gathers and scatters at known places: indices that are constants, or are computed of none.
 
 `x.at[1:-1, ::2]` reads or writes a window whose place is known when the program is made, but JAX
 computes its indices at run time: as a constant index of one large window, or as an `iota` of many
-small ones.
+small ones. So is `x[(i + 1) % n]`, where `i` counts up. Where the numbers along each dim are a few
+runs, windows of rows are read or written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
@@ -19,20 +23,12 @@ from jax.lax import GatherScatterMode
 from gshard._jax import Var, scatter_sub_p
 from gshard.capture.simplify.painting import painting
 from gshard.graph import Graph, replacing
+from gshard.graph.evaluate import bind
 from gshard.graph.row_map import Axis, Layer, constant
 from gshard.moving.reductions import identity
 from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import RULES, Elementwise
-from gshard.rules.indexing import roles_of
-
-_COPYING = (p.convert_element_type_p, p.copy_p)
-
-
-class _Progression(NamedTuple):
-    """Integers that are `start` in the first place and grow by a constant along each dim."""
-
-    start: int
-    steps: tuple[int, ...]
+from gshard.rules.indexing import Roles, roles_of
 
 
 class _Run(NamedTuple):
@@ -44,82 +40,102 @@ class _Run(NamedTuple):
     step: int
 
 
+_FEW_RUNS = 8  # windows of one gather or scatter
+_MANY = 2**24  # indices that are computed to find runs
+
+
 def gathered(eqn: JaxprEqn, graph: Graph) -> tuple[Layer, ...] | None:
     """What a gather reads, if its indices are known."""
-    links = _links(eqn, graph)
-    if links is None:
-        return _in_runs(eqn, graph)
-    axes = [Axis(0, n) for n in eqn.outvars[0].aval.shape]
-    for d, (_, to, step) in enumerate(links):
-        if to is not None:
-            axes[to] = Axis(0, axes[to].rows, d, 1, step if axes[to].rows > 1 else 1)
-    return (Layer(eqn.invars[0], tuple(first for first, *_ in links), tuple(axes)),)
+    operand, shape, layers = eqn.invars[0], eqn.outvars[0].aval.shape, list[Layer]()
+    for window in _windows(eqn, operand.aval.shape, shape, graph):
+        axes = [Axis(0, n) for n in shape]
+        for d, (to, run) in enumerate(window):
+            if to is not None:
+                axes[to] = Axis(run.at, run.rows, d, 1, run.step)
+        layers.append(Layer(operand, tuple(run.start for _, run in window), tuple(axes)))
+    return tuple(layers) or None
 
 
 def scattered(eqn: JaxprEqn, graph: Graph) -> tuple[Layer, ...] | None:
     """The windows that a scatter writes, in the operand's coordinates, if its indices are known."""
-    updates = eqn.invars[2]
-    shape, links = updates.aval.shape, None if 0 in updates.aval.shape else _links(eqn, graph)
-    if links is None:
-        return _in_runs(eqn, graph)
-    if any(shape[d] > 1 for d in {*range(len(shape))} - {to for _, to, _ in links}):
-        return None  # one row is written several times
-    base, axes = [0] * len(shape), []
-    for at, to, step in links:
-        rows = 1 if to is None else shape[to]
-        if to is not None and step < 0:
-            base[to], at = rows - 1, at + (rows - 1) * step
-        axes.append(Axis(at, rows, to, abs(step), 1 if step > 0 else -1))
-    return (Layer(updates, tuple(base), tuple(axes)),)
-
-
-def _in_runs(eqn: JaxprEqn, graph: Graph) -> tuple[Layer, ...] | None:
-    """The windows of rows of one dim whose indices are a few runs: `x[(i + 1) % n]`."""
-    roles, (operand, indices) = roles_of(eqn), eqn.invars[:2]
-    counts, shape = indices.aval.shape[:-1], operand.aval.shape
-    reads = eqn.primitive is p.gather_p
-    windows = eqn.outvars[0] if reads else eqn.invars[2]
-    along = [k for k, n in enumerate(counts) if n > 1]
-    if len(roles.index_map) != 1 or len(along) != 1:
-        return None
-    ((dim,), (of_index,)) = roles.index_map, along
-    others = (name for d, name in enumerate(roles.operand) if d != dim)
-    if roles.sizes[dim] != 1 or any(name[0] != "w" for name in others):
-        return None  # batches, or not all rows of another dim
-    to = roles.windows.index(f"i{of_index}")
-    numbers = known_numbers(indices, graph)
-    if numbers is not None and eqn.params["mode"] is GatherScatterMode.CLIP:
-        numbers = np.clip(numbers, 0, shape[dim] - 1)
-    if numbers is None or numbers.min() < 0 or numbers.max() >= shape[dim]:
-        return None
-    layers = []
-    for run in _runs(numbers.reshape(-1).astype(np.int64)):
-        axes = [Axis(0, n) for n in (windows if reads else operand).aval.shape]
-        base = [0] * len(shape if reads else windows.aval.shape)
-        for d, name in enumerate(roles.operand):
-            if name[0] == "w":
-                at = roles.windows.index(name)
-                axes[at if reads else d] = Axis(0, shape[d], d if reads else at)
-        if reads:
-            axes[to], base[dim] = Axis(run.at, run.rows, dim, 1, run.step), run.start
-        elif run.step > 0:
-            axes[dim], base[to] = Axis(run.start, run.rows, to, run.step), run.at
-        else:
-            first, last = run.start + run.step * (run.rows - 1), run.at + run.rows - 1
-            axes[dim], base[to] = Axis(first, run.rows, to, -run.step, -1), last
-        layers.append(Layer(operand if reads else windows, tuple(base), tuple(axes)))
+    operand, updates = eqn.invars[0].aval.shape, eqn.invars[2]
+    shape, layers = updates.aval.shape, list[Layer]()
+    for window in _windows(eqn, operand, shape, graph):
+        base, axes = [0] * len(shape), []
+        for to, (at, rows, start, step) in window:
+            if to is not None:
+                base[to] = at if step > 0 else at + rows - 1
+            first = min(start, start + step * (rows - 1))
+            axes.append(Axis(first, rows, to, abs(step), 1 if step > 0 else -1))
+        if any(n > 1 for d, n in enumerate(shape) if d not in {to for to, _ in window}):
+            return None  # one row is written several times
+        layers.append(Layer(updates, tuple(base), tuple(axes)))
     return tuple(layers) or None
+
+
+def _windows(
+    eqn: JaxprEqn, operand: Sequence[int], windows: Sequence[int], graph: Graph
+) -> Iterator[Sequence[tuple[int | None, _Run]]]:
+    """For each dim of the operand, the indices of a window, and the dim of `windows` they are in.
+
+    There are none if indices are not known, out of bounds, or about one dim of `windows` twice.
+    """
+    roles = roles_of(eqn)
+    parts = None if 0 in windows else _components(eqn.invars[1], roles, graph)
+    found = list[list[tuple[int | None, _Run]]]()
+    if parts is None:
+        return
+    for d, n in enumerate(operand):
+        most, numbers = n - roles.sizes[d], parts.get(d, _NONE)
+        if eqn.params["mode"] is GatherScatterMode.CLIP:
+            numbers = np.clip(numbers, 0, most)
+        along = [k for k, count in enumerate(numbers.shape) if count > 1]
+        moves, names = len(along) == 1 and roles.sizes[d] == 1, (f"w{d}", f"o{d}", roles.operand[d])
+        if numbers.min() < 0 or numbers.max() > most or (along and not moves):
+            return
+        wanted = (roles.indices[along[0]],) if along else names
+        to = next((k for k, name in enumerate(roles.windows) if name in wanted), None)
+        rows = 1 if to is None else windows[to]
+        runs = _runs(numbers.reshape(-1)) if along else [_Run(0, rows, int(numbers.flat[0]), 1)]
+        found.append([(to, run) for run in runs])
+    used = [runs[0][0] for runs in found if runs and runs[0][0] is not None]
+    if len(set(used)) == len(used) and math.prod(map(len, found)) <= _FEW_RUNS:
+        yield from itertools.product(*found) if found else ()
+
+
+_NONE = np.zeros((), np.int64)
+
+
+def _components(indices: Any, roles: Roles, graph: Graph) -> dict[int, np.ndarray] | None:
+    """The numbers along each indexed dim; one where those along a dim of the indices are equal."""
+    if not roles.index_map:
+        return {}
+    numbers, seen = list[np.ndarray](), dict[Any, Any]()
+    for part in _parts(indices, graph):
+        known = known_numbers(part, graph, seen)
+        if known is None:
+            return None
+        numbers += [known[..., k] for k in range(known.shape[-1])]
+    return {d: _distinct(x) for d, x in zip(roles.index_map, numbers, strict=True)}
+
+
+def _parts(indices: Any, graph: Graph) -> Sequence[Any]:
+    """The components of indices, or several in one."""
+    maker, last = graph.maker(indices), len(indices.aval.shape) - 1
+    if maker is None or maker.primitive is not p.concatenate_p:
+        return [indices]
+    return maker.invars if maker.params["dimension"] == last else [indices]
 
 
 def _runs(numbers: np.ndarray) -> list[_Run]:
     """Indices as runs with a constant step; nothing if they are many."""
     found, at = list[_Run](), 0
+    borders = np.flatnonzero(np.diff(numbers, n=2)) + 1  # where the step changes
     while at < len(numbers):
-        steps = np.diff(numbers[at:])
-        step = int(steps[0]) if len(steps) else 0
-        other = np.flatnonzero(steps != step)
-        count = int(other[0]) + 1 if len(other) else len(numbers) - at
-        if step == 0 or (count == 2 and len(other) and abs(step) > 1):
+        step = int(numbers[at + 1]) - int(numbers[at]) if at + 1 < len(numbers) else 0
+        behind = borders[np.searchsorted(borders, at, side="right") :]
+        count = int(behind[0]) + 1 - at if len(behind) else len(numbers) - at
+        if step == 0 or (count == 2 and len(behind) and abs(step) > 1):
             count, step = 1, 1  # a row by itself
         found.append(_Run(at, count, int(numbers[at]), step))
         at += count
@@ -128,13 +144,35 @@ def _runs(numbers: np.ndarray) -> list[_Run]:
     return found
 
 
-_FEW_RUNS = 8
-_MANY = 2**20  # indices that are computed to find runs
+# ---------------------------------------------------------------- numbers that are known
+
+_DEPTH = 32  # operators that an index is computed by
+_BY_ELEMENT: dict[Any, Callable[..., Any]] = {  # the usual ones, without a compiler
+    p.add_p: np.add, p.sub_p: np.subtract, p.mul_p: np.multiply, p.lt_p: np.less,
+    p.select_n_p: lambda which, no, yes: np.where(which, yes, no),
+}  # fmt: skip
+_MOVING = (p.reshape_p, p.squeeze_p, p.concatenate_p, p.rev_p, p.slice_p)
 
 
-def known_numbers(atom: Any, graph: Graph) -> np.ndarray | None:
-    """Integers that are computed of no input; None if they are not known."""
-    return graph.constant(atom, _is_math, _MANY)
+def known_numbers(
+    atom: Any, graph: Graph, seen: dict[Any, Any] | None = None, depth: int = _DEPTH
+) -> np.ndarray | None:
+    """Numbers that are computed of no input; None if they are not known.
+
+    Where all rows of a dim are equal by construction, its stride is zero: they are one in memory.
+    """
+    if isinstance(atom, Literal):
+        return np.asarray(atom.val, atom.aval.dtype)
+    if atom in graph.known:
+        return np.asarray(graph.known[atom])
+    seen = {} if seen is None else seen
+    if atom not in seen:
+        eqn, seen[atom] = graph.maker(atom), None
+        if eqn is not None and depth and _is_math(eqn):
+            operands = [known_numbers(a, graph, seen, depth - 1) for a in eqn.invars]
+            if all(o is not None and o.size for o in operands):
+                seen[atom] = _computed(eqn, operands)
+    return seen[atom]
 
 
 def _is_math(eqn: JaxprEqn) -> bool:
@@ -143,32 +181,53 @@ def _is_math(eqn: JaxprEqn) -> bool:
     return (by_element or eqn.primitive in _COUNTING) and not eqn.effects
 
 
-_COUNTING = (
-    p.iota_p, p.broadcast_in_dim_p, p.reshape_p, p.squeeze_p, p.concatenate_p, p.rev_p, p.slice_p,
-)  # fmt: skip
+_COUNTING = (p.iota_p, p.broadcast_in_dim_p, *_MOVING)
 
 
-def _links(eqn: JaxprEqn, graph: Graph) -> list[tuple[int, int | None, int]] | None:
-    """For each dim of the operand of a gather or scatter: the first row of the windows there.
+def _computed(eqn: JaxprEqn, operands: list[Any]) -> np.ndarray | None:
+    """The numbers that an equation computes of known ones."""
+    aval, kind = eqn.outvars[0].aval, eqn.primitive
+    if kind is p.iota_p:
+        numbers, rest = np.arange(aval.shape[eqn.params["dimension"]]), [*range(len(aval.shape))]
+        rest.remove(eqn.params["dimension"])
+        numbers = np.expand_dims(numbers, rest)
+    elif kind is p.broadcast_in_dim_p:
+        new = set(range(len(aval.shape))).difference(eqn.params["broadcast_dimensions"])
+        numbers = np.expand_dims(operands[0], sorted(new))
+    elif kind in _MOVING:
+        if aval.size > _MANY:
+            return None
+        numbers = _bound(eqn, operands)
+    else:
+        operands = [_once(x) for x in operands]
+        if math.prod(np.broadcast_shapes(*(x.shape for x in operands))) > _MANY:
+            return None
+        compute = _BY_ELEMENT.get(kind)
+        same = operands if compute else np.broadcast_arrays(*operands)
+        numbers = compute(*same) if compute else _bound(eqn, same)
+    return np.broadcast_to(numbers.astype(aval.dtype, copy=False), aval.shape)
 
-    And the dim of the windows along which further rows are, and how far apart.
-    """
-    roles, operand = roles_of(eqn), eqn.invars[0].aval.shape
-    if any(name[0] == "b" for name in roles.operand):
-        return None
-    starts = _starts(eqn.invars[1], roles.index_map, roles.sizes, operand, graph)
-    if starts is None:
-        return None
-    dims, links = {name: d for d, name in enumerate(roles.windows)}, list[Any]()
-    counts = eqn.invars[1].aval.shape
-    for d in range(len(operand)):
-        found = starts.get(d, _Progression(0, ()))
-        moved = [n for n, step in enumerate(found.steps) if step and counts[n] > 1]
-        if moved:
-            links.append((found.start, dims[f"i{moved[0]}"], found.steps[moved[0]]))
-        else:
-            links.append((found.start, dims.get(f"w{d}", dims.get(f"o{d}")), 1))
-    return links
+
+def _bound(eqn: JaxprEqn, operands: Sequence[np.ndarray]) -> np.ndarray:
+    with jax.ensure_compile_time_eval():
+        (numbers,) = bind(eqn, operands)
+        return np.asarray(numbers)
+
+
+def _once(x: Any) -> Any:
+    """Numbers without the repetitions that are one in memory."""
+    return x[tuple(slice(None, None if stride else 1) for stride in x.strides)]
+
+
+def _distinct(x: Any) -> Any:
+    """Numbers with one row for dims along which they are equal, if they differ along several."""
+    x = _once(x)
+    for d in range(x.ndim if sum(n > 1 for n in x.shape) > 1 else 0):
+        x = first if np.array_equal(x, np.broadcast_to(first := x.take([0], d), x.shape)) else x
+    return x
+
+
+# ---------------------------------------------------------------- batches, and updates
 
 
 def batched(eqn: JaxprEqn, graph: Graph) -> list[JaxprEqn]:
@@ -177,24 +236,23 @@ def batched(eqn: JaxprEqn, graph: Graph) -> list[JaxprEqn]:
     `x[jnp.arange(B)[:, None], i]` reads row b of `x` for row b of `i`, as a batch of gathers does.
     """
     numbers, indices = eqn.params["dimension_numbers"], eqn.invars[1]
-    maker, last = graph.maker(indices), len(indices.aval.shape) - 1
-    if maker is None or maker.primitive is not p.concatenate_p or len(maker.invars) < 2:
+    parts, reads = _parts(indices, graph), eqn.primitive is p.gather_p
+    if len(parts) < 2:
         return [eqn]
-    reads = eqn.primitive is p.gather_p
     gone = numbers.collapsed_slice_dims if reads else numbers.inserted_window_dims
     index_map = numbers.start_index_map if reads else numbers.scatter_dims_to_operand_dims
     theirs = "start_indices_batching_dims" if reads else "scatter_indices_batching_dims"
     pairs = dict(zip(numbers.operand_batching_dims, getattr(numbers, theirs), strict=True))
     kept, dims = [], []
-    for part, dim in zip(maker.invars, index_map, strict=False):
-        along = _counting(part, graph) if maker.params["dimension"] == last else None
+    for part, dim in zip(parts, index_map, strict=False):
+        along = _counting(part, graph)
         size = None if along is None else indices.aval.shape[along]
         if dim in gone and size == eqn.invars[0].aval.shape[dim] and along not in pairs.values():
             pairs[dim] = along
         else:
             kept.append(part)
             dims.append(dim)
-    if len(maker.invars) != len(index_map) or len(kept) == len(index_map) or not kept:
+    if len(parts) != len(index_map) or len(kept) == len(index_map) or not kept:
         return [eqn]
     pairs = dict(sorted(pairs.items()))
     named = {
@@ -206,7 +264,7 @@ def batched(eqn: JaxprEqn, graph: Graph) -> list[JaxprEqn]:
         theirs: tuple(pairs.values()),
     }
     aval = indices.aval.update(shape=(*indices.aval.shape[:-1], len(kept)))
-    joined = maker.replace(invars=kept, outvars=[Var(aval)])
+    joined = graph.makers[indices].replace(invars=kept, outvars=[Var(aval)])
     rest = {"dimension_numbers": numbers._replace(**named), "indices_are_sorted": False}
     invars = [eqn.invars[0], joined.outvars[0], *eqn.invars[2:]]
     return [joined, eqn.replace(invars=invars, params=eqn.params | rest)]
@@ -214,112 +272,11 @@ def batched(eqn: JaxprEqn, graph: Graph) -> list[JaxprEqn]:
 
 def _counting(part: Any, graph: Graph) -> int | None:
     """The dim along which integers are those from 0 on, and equal along all others."""
-    found = _progression(part, graph)
-    if found is None or found.start or sorted(found.steps)[-2:] != [0, 1] or min(found.steps) < 0:
-        return None
-    return found.steps.index(1)
-
-
-def _starts(
-    indices: Any, dims: Sequence[int], sizes: Sequence[int], shape: Sequence[int], graph: Graph
-) -> dict[int, _Progression] | None:
-    """Where windows start, along each indexed dim of the operand; None if that is not known.
-
-    None, too, if windows are moved out of bounds, or by two indices along one dim.
-    """
-    parts = _components(indices, len(dims), graph)
-    if parts is None:
-        return None
-    starts, counts = dict(zip(dims, parts, strict=True)), indices.aval.shape[:-1]
-    used: set[int] = set()
-    for d, found in starts.items():
-        moved = [n for n, step in enumerate(found.steps) if step and counts[n] > 1]
-        if len(moved) > 1 or used.intersection(moved) or (moved and sizes[d] != 1):
-            return None
-        used.update(moved)
-        ends = [found.start, found.start + sum(found.steps[n] * (counts[n] - 1) for n in moved)]
-        if min(ends) < 0 or max(ends) + sizes[d] > shape[d]:
-            return None
-    return starts
-
-
-def _components(indices: Any, count: int, graph: Graph) -> list[_Progression] | None:
-    """The components of indices, without the dim of the components."""
-    value = graph.constant(indices)
-    if value is not None:
-        if value.ndim != 1:
-            return None
-        return [_Progression(int(v), ()) for v in value]
-    eqn = graph.maker(indices)
-    parts = [indices]
-    if eqn is not None and eqn.primitive is p.concatenate_p:
-        if eqn.params["dimension"] != len(indices.aval.shape) - 1:
-            return None
-        parts = list(eqn.invars)
-    found = [_progression(part, graph) for part in parts]
-    if len(parts) != count or any(part.aval.shape[-1] != 1 for part in parts):
-        return None
-    return [_Progression(f.start, f.steps[:-1]) for f in found if f] if all(found) else None
-
-
-_MATH = (
-    p.iota_p, p.rev_p, p.broadcast_in_dim_p, p.add_p, p.sub_p, p.mul_p, p.select_n_p, *_COPYING,
-)  # fmt: skip
-_DEPTH = 8  # operators that an index is computed by
-
-
-def _progression(atom: Any, graph: Graph, depth: int = _DEPTH) -> _Progression | None:
-    """The integers that a tensor consists of, if they are one progression."""
-    shape = atom.aval.shape
-    if isinstance(atom, Literal) or atom in graph.known:
-        value = np.asarray(graph.constant(atom))
-        return _Progression(int(value), ()) if value.ndim == 0 else None
-    eqn = graph.maker(atom)
-    if eqn is None or eqn.primitive not in _MATH or not depth:
-        return None
-    if eqn.primitive is p.iota_p:
-        along = eqn.params["dimension"]
-        return _Progression(0, tuple(int(d == along) for d in range(len(shape))))
-    if eqn.primitive is p.select_n_p:  # a negative index counts from the end
-        return _not_negative(eqn, graph, depth)
-    found = [_progression(a, graph, depth - 1) for a in eqn.invars]
-    if not found or None in found:
-        return None
-    (start, steps), *others = (f for f in found if f)
-    if eqn.primitive in _COPYING:
-        return _Progression(start, steps)
-    if eqn.primitive is p.rev_p:
-        turned = eqn.params["dimensions"]
-        first = start + sum(steps[d] * (shape[d] - 1) for d in turned)
-        return _Progression(first, tuple(-s if d in turned else s for d, s in enumerate(steps)))
-    if eqn.primitive is p.broadcast_in_dim_p:
-        to = dict(zip(eqn.params["broadcast_dimensions"], steps, strict=True))
-        return _Progression(start, tuple(to.get(d, 0) for d in range(len(shape))))
-    if not others:
-        return None
-    other, more = others[0]
-    if eqn.primitive is p.mul_p and not any(more):
-        return _Progression(start * other, tuple(s * other for s in steps or more))
-    if eqn.primitive is p.mul_p and not any(steps):
-        return _Progression(start * other, tuple(s * start for s in more))
-    if eqn.primitive is p.mul_p:
-        return None
-    sign, none = 1 if eqn.primitive is p.add_p else -1, (0,) * len(shape)
-    both = zip(steps or none, more or none, strict=True)
-    return _Progression(start + sign * other, tuple(a + sign * b for a, b in both))
-
-
-def _not_negative(eqn: JaxprEqn, graph: Graph, depth: int) -> _Progression | None:
-    """What is selected where numbers are not below zero, if none is."""
-    which, usual, *_ = eqn.invars
-    test = graph.maker(which)
-    if test is None or test.primitive is not p.lt_p or test.invars[0] is not usual:
-        return None
-    below, found = graph.constant(test.invars[1]), _progression(usual, graph, depth - 1)
-    if found is None or below is None or np.any(below != 0):
-        return None
-    least = sum(min(0, s * (n - 1)) for s, n in zip(found.steps, usual.aval.shape, strict=True))
-    return found if found.start + least >= 0 else None
+    numbers = known_numbers(part, graph)
+    once = _NONE if numbers is None else _once(numbers)
+    along = [d for d, n in enumerate(once.shape) if n > 1]
+    counts = len(along) == 1 and np.array_equal(once.reshape(-1), np.arange(once.size))
+    return along[0] if counts else None
 
 
 COMBINING = {

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 import gshard
+from gshard.capture.simplify.known_windows import known_numbers
+from gshard.graph import Graph
 from tests.oracle import check, even_split, kinds, random_array, sent
 
 B, N, K, M = 16, 12, 3, 4
@@ -110,6 +112,31 @@ def test_neighbours_by_index_are_borders(fn, rows, size):
     low = check(fn, x, inputs=[even_split(2, 0, 8)], rtol=1e-4, atol=1e-4)
     ends = 0 if size % 8 == 0 else 2 * rows  # rows that go around, by themselves
     assert sent(low) <= (rows + ends) * x[:1].nbytes, low.collectives
+
+
+def both_dims(x):
+    i, j = ((np.arange(n) + 1) % n for n in x.shape)
+    return x[i[:, None], j[None]] + x[jnp.meshgrid(*map(jnp.arange, x.shape), indexing="ij")[0], j]
+
+
+def test_neighbours_in_two_dims_at_once():
+    """A corner is a row, too: windows are as many as there are runs in both dims."""
+    x = random_array((64, 24))
+    low = check(both_dims, x, inputs=[even_split(2, 0, 8)], exact=True)
+    assert sent(low) <= x[:1].nbytes, low.collectives
+
+
+def test_numbers_are_held_once():
+    """An index of many rows and columns is as many numbers as it has rows."""
+
+    def fn(x):
+        rows = jnp.arange(4096)[:, None] * 2 + 1 - jnp.zeros((1, 4096), jnp.int32)
+        return rows, lax.rem(rows + 3, 8192), rows + x
+
+    jaxpr = jax.make_jaxpr(fn)(3).jaxpr
+    some, wrapped, none = (known_numbers(a, Graph.of(jaxpr)) for a in jaxpr.outvars)
+    assert some.strides[1] == wrapped.strides[1] == 0
+    assert (some[5, 7], wrapped[4095, 0], none) == (11, 2, None)
 
 
 @st.composite
