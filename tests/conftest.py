@@ -16,10 +16,19 @@ from gshard.tensors import padding
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# XLA splits a program into modules and compiles them in parallel, which for the small programs of
-# tests takes longer than it saves. Processes that tests start inherit the flag.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel_codegen_split_count=1"
+# Most programs run for milliseconds, and compiling them is most of the time of the suite: LLVM's
+# first level, without its expensive passes, in one module, as splitting takes longer than it saves
+# for small programs. Level 0 (and so `jax_disable_most_optimizations`) would be faster still, but
+# computes wrong gradients: `v == max(v)` is evaluated in two fusions, of which one contracts a
+# product and a sum and one does not, so that no element is the largest. Processes that tests start
+# inherit the flags.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_backend_optimization_level=1",
+        "--xla_llvm_disable_expensive_passes=true",
+    )
 )
 
 # Background jobs of a shell ignore Ctrl-C, those of nohup hangups too, and so would the processes
@@ -63,12 +72,6 @@ COMPILING = {
     "test_manual.py", "test_memory_layouts.py", "test_one_sum.py",
     "test_repeated_calls.py", "test_transformations.py",
 }  # fmt: skip
-# Training of thousands of steps, what is compared with XLA's own plan of memory, and functions that
-# round otherwise when they are not optimized.
-OPTIMIZED = {
-    "test_languages.py", "test_memory.py", "test_resnet.py", "test_pointwise.py",
-    "test_order.py", "test_reproducible.py",
-}  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -106,22 +109,14 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _compiled_quickly(request):
-    """Most programs run for milliseconds: they are compiled without most optimizations.
-
-    So are those of the processes that tests start: their numbers are compared.
-    """
-    quickly = request.path.name not in OPTIMIZED
+def _settings_restored():
+    """A file that switches JAX's cache of compiled programs on leaves it as it was."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
-    patch = pytest.MonkeyPatch()
-    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(quickly)))
-    jax.config.update("jax_disable_most_optimizations", quickly)
     yield
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()  # once open, JAX uses it whatever the setting says
-    patch.undo()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -83,7 +83,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         ends = [float(np.mean(losses[-(steps // 6) :])) for losses, _ in every]
         mean = [float(x) for x in np.mean([losses for losses, _ in every], axis=0)]
         dead = np.mean([own for _, own in every], axis=0)
-        print("experts without a token at steps 20, 100, 300:", dead[[20, 100, 300]].round(1))
+        seen = [step for step in (20, 100, 300) if step < steps]
+        print(f"experts without a token at steps {seen}:", dead[seen].round(1))
         found[name] = {"nll": mean, "ends": ends, "seconds": seconds}
         print(name, ends, round(seconds), flush=True)
     return {"curves": found, "compile_s": compiling}

@@ -100,7 +100,8 @@ class Step:
             def lower(self, *args: Any) -> NoReturn:
                 layout = gshard.auto(self.inside.__wrapped__, *map(_abstract, args), **how)
                 if layout.lowered is not None:
-                    layout.lowered.named(names_of(jax.tree.leaves(args)))
+                    arrays = [x for x in jax.tree.leaves(args) if hasattr(x, "shape")]
+                    layout.lowered.named(names_of(arrays))
                 raise _Found(layout)
 
         try:

@@ -1,5 +1,9 @@
 """The benchmark of many GPUs: small, on virtual CPUs; and what is read off a schedule."""
 
+import re
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import many_gpus
@@ -67,6 +71,18 @@ TINY = {
 }
 
 
+def sends_float32():
+    """Whether XLA has the CPUs of this machine exchange bfloat16 as float32."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    exchange = jax.shard_map(
+        lambda x: jax.lax.all_to_all(x, "x", 0, 0, tiled=True),
+        mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"),
+    )  # fmt: skip
+    x = jax.ShapeDtypeStruct((64, 8), jnp.bfloat16)
+    text = jax.jit(exchange).lower(x).compile().as_text()
+    return re.search(r"f32\[[\d,]*\]\S* all-to-all", text) is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("products", ["dtype", "float8"])
 def test_a_row_runs_and_is_forecast(products):
@@ -78,7 +94,8 @@ def test_a_row_runs_and_is_forecast(products):
     assert case["all_to_all_gb"] > 0
     case.update(many.forecast(case))
     assert case["forecast_ms"] > 0
-    assert case["forecast_all_to_all_gb"] == pytest.approx(case["all_to_all_gb"])
+    wider = 2 if sends_float32() else 1
+    assert wider * case["forecast_all_to_all_gb"] == pytest.approx(case["all_to_all_gb"])
     case["peak_gb"] = 1.0  # CPUs do not count it
     assert many_gpus.show([case]).count("\n| moe_128e_12l") == 2
 

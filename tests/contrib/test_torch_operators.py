@@ -14,7 +14,7 @@ F = torch.nn.functional
 from gshard.contrib.torch import from_torch  # noqa: E402
 from gshard.contrib.torch.exported import OPERATORS, name_of  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torch operators")]
 
 
 class Family(torch.nn.Module):

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import gshard
-from tests.oracle import check, check_grad, even_split, random_array, run, sent
+from tests.oracle import check, check_grad, even_split, random_array, sent
 
 
 def test_a_pure_callback_sees_the_whole():
@@ -142,7 +142,7 @@ def test_inspected_shardings_are_the_plans(rows):
         return jax.lax.scan(body, y, length=3)[0]
 
     x, step = random_array((rows, 4)), gshard.jit(fn)
-    result = run(step, x)
+    result = step(x)
     np.testing.assert_allclose(np.asarray(result.logical() if rows == 13 else result), x * 2 + 3)
     assert step.lower(x).collectives == []
     assert len(seen) == 2

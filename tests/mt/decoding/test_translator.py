@@ -262,7 +262,6 @@ def start_process(run, *options):
     return subprocess.Popen(
         [sys.executable, "-m", "gshard.cli", "translate", run.folder, "--to=de", *options],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"},
     )  # fmt: skip
 
 

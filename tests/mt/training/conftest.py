@@ -11,8 +11,7 @@ from tests.mt.runs import Notes, run_config
 
 @pytest.fixture(scope="package", autouse=True)
 def _compiled_once(tmp_path_factory):
-    """The same programs come up again and again here, also before the first module's settings."""
-    jax.config.update("jax_disable_most_optimizations", True)
+    """The same programs come up again and again here."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
     hosts.cache_programs()
     yield
