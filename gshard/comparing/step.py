@@ -67,8 +67,7 @@ class Step:
 
     def by_xla(self) -> jax.stages.Compiled:
         """The program that XLA makes of it."""
-        lowered = self._lowered(lambda inside: _with_options(inside, partitioner="xla"))
-        return lowered.compile()
+        return self._lowered(lambda inside: _with_options(inside, partitioner="xla")).compile()
 
     @property
     def is_plain(self) -> bool:
