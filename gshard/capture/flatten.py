@@ -320,12 +320,14 @@ def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
     A primitive without a rule is often a Python function of arrays, which can be traced (sparse
     matrices, Equinox). A loop whose condition was batched by `vmap` runs while any member does; a
-    `psum` over an axis of `vmap` is a sum over a dim.
+    `psum` over an axis of `vmap` is a sum over a dim; `x.ravel(order="F")` is of `x.T`.
     """
     if eqn.primitive is p.while_p and eqn.params["cond_jaxpr"].out_avals[0].shape:
         return traced(eqn, _batched_while)
     if eqn.primitive in _REDUCERS and all(isinstance(a, int) for a in eqn.params["axes"]):
         return traced(eqn, _reduction_over_dims)
+    if eqn.primitive is p.reshape_p and eqn.params["dimensions"] is not None:
+        return traced(eqn, _transposed_first)
     described = eqn.primitive is not custom_partitioning_p or eqn.params["sharding_rule"]
     known = eqn.primitive in RULES or eqn.primitive in REGIONS
     if (known and described) or eqn.effects:
@@ -353,6 +355,12 @@ _REDUCERS = {p.psum_p: lax.reduce_sum, p.pmax_p: lax.reduce_max, p.pmin_p: lax.r
 def _reduction_over_dims(eqn: JaxprEqn, *operands: Any) -> list[Any]:
     """A collective over the axis of a `vmap`, which has become a dim."""
     return [_REDUCERS[eqn.primitive](x, eqn.params["axes"]) for x in operands]
+
+
+def _transposed_first(eqn: JaxprEqn, operand: Any) -> list[Any]:
+    """A reshape of a tensor whose dims are in another order."""
+    turned = lax.transpose(operand, eqn.params["dimensions"])
+    return [lax.reshape(turned, eqn.params["new_sizes"])]
 
 
 def _batched_while(eqn: JaxprEqn, *operands: Any) -> list[Any]:

@@ -231,7 +231,7 @@ def _rows_for_one(made: Made, dim: int) -> int:
         return 1
     sizes, rows = made.operands[0].shape, made.result.shape[dim]
     source = _dim_before_reshape(made, dim)
-    if made.eqn.params["dimensions"] is not None or rows % sizes[source]:
+    if rows % sizes[source]:
         return 0
     step = rows // sizes[source]
     joined = [math.prod(sizes[source + 1 : end]) for end in range(source + 1, len(sizes) + 1)]

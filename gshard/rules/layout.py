@@ -72,7 +72,6 @@ def reshape_factors(eqn: JaxprEqn) -> Factors:
     [12, 5] -> [3, 20] has the factors 3, 4, 5: the operand's dims are (3 4)(5), the result's
     (3)(4 5). Dims that share no factors ([6, 4] -> [8, 3]) mix: the first of them may be split, as
     its tiles are runs of the mixed dims' elements on either side; the others must be unsplit.
-    `dimensions` is an order in which the operand's dims are read.
     """
     return _reshape_factors(eqn)[0]
 
@@ -87,7 +86,6 @@ class _Mixed:
 
 
 def _reshape_factors(eqn: JaxprEqn) -> tuple[Factors, list[_Mixed]]:
-    order = eqn.params["dimensions"] or range(len(eqn.invars[0].aval.shape))
     sizes: dict[str, int] = {}
     replicated: set[str] = set()
     mixed: list[_Mixed] = []
@@ -99,16 +97,15 @@ def _reshape_factors(eqn: JaxprEqn) -> tuple[Factors, list[_Mixed]]:
             replicated.add(name)
         return name
 
-    sides = [[eqn.invars[0].aval.shape[d] for d in order], list(eqn.outvars[0].aval.shape)]
+    sides = [list(a.aval.shape) for a in (*eqn.invars, *eqn.outvars)]
     dims: list[list[list[str]]] = [[[] for _ in side] for side in sides]
     if 0 in sides[0]:
         for side, found in zip(sides, dims, strict=True):
             for number, size in enumerate(side):
                 found[number].append(factor(size, splittable=False))
     else:
-        _match(sides, dims, factor, mixed if eqn.params["dimensions"] is None else None)
-    read, result = (tuple(tuple(d) for d in side) for side in dims)
-    operand = tuple(dim for _, dim in sorted(zip(order, read, strict=True)))
+        _match(sides, dims, factor, mixed)
+    operand, result = (tuple(tuple(d) for d in side) for side in dims)
     resized = frozenset(m.factor for m in mixed)
     unsplit, ordered = frozenset(replicated), frozenset[str]()
     return Factors(
@@ -120,7 +117,7 @@ def _match(
     sides: list[list[int]],
     dims: list[list[list[str]]],
     factor: Callable[..., str],
-    mixed: list[_Mixed] | None,
+    mixed: list[_Mixed],
 ) -> None:
     """Walk both shapes from the major end, taking off what the current dims have in common."""
     at, left = [0, 0], [1, 1]  # the current dim on either side, and what is left of its size
@@ -148,7 +145,7 @@ def _match(
                 taken[s] *= size
                 at[s] += 1
             before = [dims[s][first[s]][:-1] for s in range(2)]
-            if mixed is not None and before[0] == before[1]:
+            if before[0] == before[1]:
                 name = factor(sides[0][first[0]])
                 for s in range(2):
                     dims[s][first[s]] = [name]
@@ -161,7 +158,7 @@ def _match(
 
 
 def _reshape_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> Arrays:
-    return [lax.reshape(tiles[0].array, shapes[0], eqn.params["dimensions"])]
+    return [lax.reshape(tiles[0].array, shapes[0])]
 
 
 def reshape_ways(

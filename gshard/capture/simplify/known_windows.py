@@ -152,6 +152,7 @@ _BY_ELEMENT: dict[Any, Callable[..., Any]] = {  # the usual ones, without a comp
     p.select_n_p: lambda which, no, yes: np.where(which, yes, no),
 }  # fmt: skip
 _MOVING = (p.reshape_p, p.squeeze_p, p.concatenate_p, p.rev_p, p.slice_p)
+_COUNTING = (p.iota_p, p.broadcast_in_dim_p, *_MOVING)
 
 
 def known_numbers(
@@ -168,20 +169,13 @@ def known_numbers(
     seen = {} if seen is None else seen
     if atom not in seen:
         eqn, seen[atom] = graph.maker(atom), None
-        if eqn is not None and depth and _is_math(eqn):
+        if eqn is None or eqn.effects or not depth:
+            return None
+        if eqn.primitive in _COUNTING or isinstance(RULES.get(eqn.primitive), Elementwise):
             operands = [known_numbers(a, graph, seen, depth - 1) for a in eqn.invars]
             if all(o is not None and o.size for o in operands):
                 seen[atom] = _computed(eqn, operands)
     return seen[atom]
-
-
-def _is_math(eqn: JaxprEqn) -> bool:
-    """Whether an equation computes numbers by element, or copies or counts."""
-    by_element = isinstance(RULES.get(eqn.primitive), Elementwise)
-    return (by_element or eqn.primitive in _COUNTING) and not eqn.effects
-
-
-_COUNTING = (p.iota_p, p.broadcast_in_dim_p, *_MOVING)
 
 
 def _computed(eqn: JaxprEqn, operands: list[Any]) -> np.ndarray | None:

@@ -21,12 +21,13 @@ from jax.extend.core import primitives as p
 from gshard._jax import Var
 from gshard.capture.simplify.painting import painting
 from gshard.graph import Graph, filling, replacing
-from gshard.graph.row_map import Layer, by_rows, constant, entire, through
+from gshard.graph.row_map import Axis, Layer, by_rows, constant, entire, through
 from gshard.rules.base.layers import Layers
 from gshard.rules.base.primitives import row_map_p
 
 _SUMS = (p.add_p, p.add_jaxvals_p, p.sub_p)
 _MOST = 64  # terms of a sum
+_FEW = 4  # rows that are added up
 
 
 class Term(NamedTuple):
@@ -69,7 +70,7 @@ class _Padded:
             for eqn in itertools.chain(graph.eqns, reversed(graph.eqns)):
                 if eqn.outvars and eqn.outvars[0] in self.sums and not self._is_one(eqn):
                     self.sums.remove(eqn.outvars[0])
-        self.depths = self._depths() if self.sums else {}
+        self.touched = self._touched()
 
     def _is_one(self, eqn: JaxprEqn) -> bool:
         (out,), scale = eqn.outvars, _is_scale(eqn)
@@ -102,60 +103,70 @@ class _Padded:
 
     def as_sum(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """An equation, or the sum of windows that it is."""
-        if len(eqn.outvars) != 1 or not 0 < self.depths.get(out := eqn.outvars[0], 0) < _MOST:
+        if self.touched.isdisjoint(eqn.outvars):
             return [eqn]
-        found = self._terms(out, [entire(out, out.aval.shape)], (), True)
+        (out,) = eqn.outvars
+        found = self._terms(out, [entire(out, out.aval.shape)], (), 0)
         terms = list(itertools.islice(found, _MOST))
         return _added(eqn, _merged(terms)) if len(terms) < _MOST else [eqn]
 
-    def _depths(self) -> dict[Any, int]:
-        """The operators between tensors and those of the sums that they are windows or sums of."""
-        found: dict[Any, int] = {}
+    def _touched(self) -> set[Any]:
+        """The sums, and the tensors that are windows or sums of these."""
+        found = set(self.sums)
         for eqn in self.graph.eqns:
-            if len(eqn.outvars) != 1:
-                continue
-            (out,) = eqn.outvars
-            operands: list[Any] = []
-            if out in self.maps:
-                operands = [layer.source for layer in self.maps[out] if not layer.is_constant]
-            elif out in self.sums or _is_sum(eqn):
+            out = eqn.outvars[0] if len(eqn.outvars) == 1 else None
+            if out in self.maps or _is_sum(eqn):
                 operands = [a for a in eqn.invars if not isinstance(a, Literal)]
-                operands = [a for a in operands if a in self.sums or self.graph.uses(a) == 1]
-            depth = max([found.get(a, 0) for a in operands], default=0)
-            if depth or out in self.sums:
-                found[out] = depth + 1
+                mapped = [a for a in operands if out in self.maps or self.graph.uses(a) == 1]
+                if not found.isdisjoint(mapped) or not self.sums.isdisjoint(operands):
+                    found.add(out)
         return found
 
     def _terms(
-        self, var: Any, windows: Sequence[Layer], scales: tuple[JaxprEqn, ...], top: bool = False
+        self, var: Any, windows: Sequence[Layer], scales: tuple[JaxprEqn, ...], depth: int
     ) -> Iterator[Term]:
         """The terms of windows of a tensor."""
-        maker = self.graph.maker(var)
-        if not windows:
-            return
-        inside = top or var in self.sums or (maker is not None and self.graph.uses(var) == 1)
+        maker = self.graph.maker(var) if depth < _MOST else None
+        inside = not depth or var in self.sums or self.graph.uses(var) == 1
+        parts: list[tuple[Sequence[Layer], tuple[JaxprEqn, ...]]] = []
         if maker is not None and var in self.maps:
-            inner = [layer for layer in self.maps[var] if not layer.is_constant]
-            found = [f for w in windows for m in through(w, inner) for f in by_rows(m)]
-            yield from self._terms(inner[0].source, found, scales)
+            parts = [([layer for layer in self.maps[var] if not layer.is_constant], scales)]
         elif maker is not None and _is_sum(maker) and inside:
-            first, second = maker.invars
-            negation = replacing(maker, p.neg_p, maker.invars[1:], maker.outvars[0])
-            turned = (negation, *scales) if maker.primitive is p.sub_p else scales
-            for a, own in ((first, scales), (second, turned)):
-                yield from self._terms(a, [w.of(a) for w in windows], own)
-        elif maker is not None and var in self.sums:  # scaled
+            parts = [([part], scales) for part in _parts(maker)]
+            if maker.primitive is p.sub_p:
+                negation = replacing(maker, p.neg_p, maker.invars[1:], maker.outvars[0])
+                parts[1] = (parts[1][0], (negation, *scales))
+        elif maker is not None and var in self.sums:
             (source,) = [a for a in maker.invars if not isinstance(a, Literal)]
-            yield from self._terms(source, [w.of(source) for w in windows], (maker, *scales))
-        else:
+            parts = [([entire(source, source.aval.shape)], (maker, *scales))]
+        elif windows:
             yield Term(var, scales, tuple(windows))
+        for inner, own in parts if windows else ():
+            found = [f for w in windows for m in through(w, inner) for f in by_rows(m)]
+            yield from self._terms(inner[0].source, found, own, depth + 1)
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:
-    floats = eqn.primitive in _SUMS and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
-    shape = eqn.outvars[0].aval.shape if floats else ()
-    tensors = all(not isinstance(a, Literal) and a.aval.shape == shape for a in eqn.invars)
-    return floats and shape != () and tensors
+    """Whether an equation adds up two tensors, or a few rows, as the gradient of an edge does."""
+    if eqn.primitive not in (*_SUMS, p.reduce_sum_p):
+        return False
+    (out,), shapes = eqn.outvars, [a.aval.shape for a in eqn.invars]
+    floats, shape = jnp.issubdtype(out.aval.dtype, jnp.floating), out.aval.shape
+    if eqn.primitive is p.reduce_sum_p:
+        return floats and 0 < math.prod(shapes[0]) <= _FEW * math.prod(shape) and shape != ()
+    tensors = not any(isinstance(a, Literal) for a in eqn.invars)
+    return floats and shape != () and tensors and all(s == shape for s in shapes)
+
+
+def _parts(eqn: JaxprEqn) -> list[Layer]:
+    """The windows that a sum adds up: its operands, or the rows of one."""
+    if eqn.primitive in _SUMS:
+        return [entire(a, a.aval.shape) for a in eqn.invars]
+    (source,), gone = eqn.invars, eqn.params["axes"]
+    sizes = source.aval.shape
+    axes = tuple(Axis(0, n, d) for d, n in enumerate(sizes) if d not in gone)
+    rows = itertools.product(*(range(n if d in gone else 1) for d, n in enumerate(sizes)))
+    return [Layer(source, base, axes) for base in rows]
 
 
 def _is_scale(eqn: JaxprEqn) -> bool:
@@ -196,8 +207,12 @@ def _merged(terms: Sequence[Term]) -> list[Term]:
     found: list[Term] = []
     for term in terms:
         for n, other in enumerate(found):
-            alike = other.source is term.source and _names(other) == _names(term)
-            if alike and _are_apart([*other.windows, *term.windows]):
+            one, same = ([*map(_factor, own.scales)] for own in (other, term))
+            if (
+                other.source is term.source
+                and one == same
+                and _are_apart([*other.windows, *term.windows])
+            ):
                 found[n] = other._replace(windows=(*other.windows, *term.windows))
                 break
         else:
@@ -205,10 +220,9 @@ def _merged(terms: Sequence[Term]) -> list[Term]:
     return found
 
 
-def _names(term: Term) -> list[Any]:
-    """What the scales of a term are."""
-    numbers = [[float(a.val) for a in e.invars if isinstance(a, Literal)] for e in term.scales]
-    return [(e.primitive, *n) for e, n in zip(term.scales, numbers, strict=True)]
+def _factor(scale: JaxprEqn) -> float:
+    """The number that a scale multiplies by."""
+    return next((float(a.val) for a in scale.invars if isinstance(a, Literal)), -1.0)
 
 
 def _added(eqn: JaxprEqn, terms: Sequence[Term]) -> list[JaxprEqn]:
@@ -218,7 +232,7 @@ def _added(eqn: JaxprEqn, terms: Sequence[Term]) -> list[JaxprEqn]:
     for term in terms:
         part, (first, *others) = term.source, term.windows
         if others or part.aval.shape != aval.shape or not first.is_all(aval.shape):
-            negative = sum(e.primitive is p.neg_p or _number(e) < 0 for e in term.scales) % 2
+            negative = sum(_factor(scale) < 0 for scale in term.scales) % 2
             zero = Literal(np.asarray(-0.0 if negative else 0.0, aval.dtype), aval.update(shape=()))
             part = Var(aval)
             layers = [constant(zero, aval.shape), *term.windows]
@@ -236,7 +250,3 @@ def _added(eqn: JaxprEqn, terms: Sequence[Term]) -> list[JaxprEqn]:
     if not made or made[-1].outvars[0] is not total:
         return [eqn]
     return [*made[:-1], made[-1].replace(outvars=[out])]
-
-
-def _number(eqn: JaxprEqn) -> float:
-    return next(float(a.val) for a in eqn.invars if isinstance(a, Literal))

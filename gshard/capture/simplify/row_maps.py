@@ -28,7 +28,7 @@ from gshard.capture.simplify.known_windows import (
 from gshard.capture.simplify.padded_sums import distributed
 from gshard.capture.simplify.painting import painting, reshaped
 from gshard.capture.simplify.passes import in_every_body
-from gshard.graph import Graph, renamed, replacing
+from gshard.graph import Graph, filling, live, renamed
 from gshard.graph.row_map import Axis, Layer, by_rows, constant, entire, through, visible
 from gshard.rules.base.layers import ROW_MAPS, Layers, layers_of
 from gshard.rules.base.primitives import row_map_p
@@ -45,7 +45,7 @@ def composed(graph: Graph, near: Near | None = None) -> list[JaxprEqn]:
     """
     if not any(eqn.primitive in _REWRITTEN for eqn in graph.eqns):
         return graph.eqns
-    eqns = list(_plain(without_updates(graph), graph))
+    eqns = live(list(_plain(without_updates(graph), graph)), graph.results)
     graph = Graph(eqns, graph.results, graph.known)
     origins = Origins(graph, near)
     if near is None:  # later, windows may have been made larger on purpose
@@ -81,14 +81,11 @@ def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
         if eqn.primitive in _INDEXED:
             yield from batched(eqn, graph)
             continue
-        if eqn.primitive is p.reshape_p and eqn.params["dimensions"] is not None:
-            yield from _transposed_first(eqn)  # `x.ravel(order="F")`
-            continue
         if eqn.primitive is tile_p:
             yield from _copies(eqn)
             continue
-        if eqn.primitive is p.reduce_sum_p and eqn.invars[0].aval.size == eqn.outvars[0].aval.size:
-            yield reshaped(eqn, eqn.invars[0], eqn.outvars[0])  # of a gradient of a broadcast
+        if eqn.primitive is p.reduce_sum_p:  # of a gradient of a broadcast, or of an empty slice
+            yield _without_sum(eqn)
             continue
         if eqn.primitive in (p.slice_p, p.pad_p):
             (out,), source = eqn.outvars, eqn.invars[0]
@@ -111,12 +108,13 @@ def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
         yield eqn
 
 
-def _transposed_first(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """A reshape of a tensor whose dims are in another order, as two equations."""
-    (source,), order = eqn.invars, eqn.params["dimensions"]
-    turned = Var(source.aval.update(shape=tuple(source.aval.shape[d] for d in order)))
-    transpose = replacing(eqn, p.transpose_p, [source], turned, permutation=tuple(order))
-    return [transpose, reshaped(eqn, turned, eqn.outvars[0])]
+def _without_sum(eqn: JaxprEqn) -> JaxprEqn:
+    """A sum, as a reshape or as zeros where it adds up single elements, or none."""
+    (source,), (out,) = eqn.invars, eqn.outvars
+    if source.aval.size == 0 < out.aval.size:
+        zero = np.zeros((), out.aval.dtype)
+        return filling(eqn, Literal(zero, out.aval.update(shape=(), weak_type=False)), out)
+    return reshaped(eqn, source, out) if source.aval.size == out.aval.size else eqn
 
 
 def _slices(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
@@ -300,10 +298,6 @@ _MOST = 512  # layers of one map
 Maps = dict[Any, Layers]
 
 
-def _of_row_map(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers:
-    return tuple(layer.of(eqn.invars[layer.source]) for layer in layers_of(eqn))
-
-
 def _of_reshape(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
     """A reshape that adds or removes dims of size 1."""
     source, shape = eqn.invars[0].aval.shape, result.aval.shape
@@ -335,10 +329,6 @@ def _of_number(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers |
         return None
     value = np.asarray(number).astype(aval.dtype)
     return (constant(Literal(value, aval.update(shape=(), weak_type=False)), aval.shape),)
-
-
-def _of_gather(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
-    return gathered(eqn, graph)
 
 
 def _of_update(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
@@ -375,12 +365,12 @@ def _is_padded(layers: Layers) -> bool:
 
 # Finds the layers of a result of an equation, given those of the equations before.
 _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = {
-    **dict.fromkeys(ROW_MAPS, _of_row_map),
+    **dict.fromkeys(ROW_MAPS, lambda e, *_: tuple(n.of(e.invars[n.source]) for n in layers_of(e))),
     p.reshape_p: _of_reshape,
     p.squeeze_p: _of_reshape,
     p.broadcast_in_dim_p: _of_broadcast,
     p.convert_element_type_p: _of_number,
-    p.gather_p: _of_gather,
+    p.gather_p: lambda e, result, graph, maps: gathered(e, graph),
     p.scatter_p: _of_update,
     p.add_p: _of_sum,
     p.add_jaxvals_p: _of_sum,
