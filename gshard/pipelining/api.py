@@ -74,8 +74,9 @@ def pipeline(
                 wrong = error
         if not runs:
             raise wrong
-    except ValueError as error:
-        raise ValueError(f"{here()}: gshard.pipeline: {error}") from None
+    except ValueError as error:  # ours, or the block's, where it has its own lines
+        error.args = (f"{here()}: gshard.pipeline: {error}",)
+        raise
     best = min(runs, key=lambda run: run.rank)
     found = best.call(*best.operands[:3], *map(jax.tree.leaves, _cut((x, targets), best.count)))
     if head is None:
@@ -85,8 +86,8 @@ def pipeline(
 
 def _counts(microbatches: int | str, x: Tree, targets: Tree) -> Sequence[int]:
     """The numbers of microbatches to choose from: a bubble is short with 8 for each device."""
-    rows, goals = _leading(x, "x", "batch"), _leading(targets, "targets", "batch")
-    if targets is not None and rows != goals:
+    rows = _leading(x, "x", "batch")
+    if targets is not None and (goals := _leading(targets, "targets", "batch")) != rows:
         raise ValueError(f"x has {rows} rows, and targets have {goals}: a batch has one")
     if microbatches == "auto":
         most = min(rows, 8 * devices_of_trace()) if devices_of_trace() > 1 else 1
@@ -194,8 +195,13 @@ class _Run:
     def _costs(self, machine: Hardware, share: int, stages: int | str) -> Costs:
         """For a stage of `share` devices; each has its weights, where stages are compared."""
         operands, counts = self.operands, [len(part) for part in self.operands[1:3]]
-        head = self.head and with_gradients(self.head, len(operands[0]) + len(operands[3]))
-        costs = Costs.of(self._layer, head, counts, machine, share)
+        try:
+            head = self.head and with_gradients(self.head, len(operands[0]) + len(operands[3]))
+            layer = self._layer
+        except (NotImplementedError, ValueError):  # has no derivative, but may run forward
+            nothing = jax.make_jaxpr(lambda: ())()
+            head, layer = self.head, Passes(self.block, nothing, nothing)
+        costs = Costs.of(layer, head, counts, machine, share)
         if not isinstance(stages, str):
             return costs
         pairs = zip(operands[2], self.splits, strict=True)
@@ -316,12 +322,12 @@ def _without_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _leading(tree: Tree, name: str, what: str) -> int:
     leaves = jax.tree.leaves(tree)
     sizes = {np.shape(leaf)[:1] for leaf in leaves}
-    if tree is not None and (len(sizes) != 1 or () in sizes):
+    if len(sizes) != 1 or () in sizes:
         shapes = ", ".join(sorted({str(np.shape(leaf)) for leaf in leaves})) or "none"
         raise ValueError(
             f"{name} have the shapes {shapes}: the leading dim of all has to be the {what}"
         )
-    return int(next(iter(sizes))[0]) if sizes else 0
+    return int(sizes.pop()[0])
 
 
 def _cut(tree: Tree, count: int) -> Tree:

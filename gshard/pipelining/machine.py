@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,15 +31,17 @@ _FIRST = {"allow_negative_indices": False}  # no kernels that add to an index
 
 
 class State(NamedTuple):
-    """What a stage has between two ticks."""
+    """What the operation of a tick changes: the message, and the rest, which waits for others."""
 
-    message: Arrays  # that is handed on: an input of the next layers, or its gradient
-    inbox: Arrays  # slots: received, residuals, what weight gradients need
-    saved: Arrays
+    message: Arrays  # received, then handed on: an input of the next layers, or its gradient
+    saved: Arrays  # slots: residuals, what weight gradients need
     kept: Arrays
     scores: Arrays  # sums: scores and gradients of the head's closures; of closures, of weights
     closures: Arrays
     weights: Arrays
+
+
+Carry = tuple[State, Arrays, Arrays]  # between ticks, with what was received, and what leaves
 
 
 class Pass(NamedTuple):
@@ -69,24 +70,25 @@ class Machine:
         """What this device has of the scores and gradients, or of what there is without these."""
         leaves, tree = jax.tree.flatten(self.pipe.routes.rows)
 
-        def tick(carry: tuple[State, Arrays], columns: Any) -> tuple[tuple[State, Arrays], None]:
+        def tick(carry: Carry, columns: Any) -> tuple[Carry, None]:
             """One operation, then what it hands on, to neighbours or to itself."""
-            row, (state, batch) = jax.tree.unflatten(tree, list(columns)), carry
-            state = self.backward(row, self.forward(row, state))
-            batch, inbox = put(batch, self._leaving(state.message), row.batch), state.inbox
+            row, (state, inbox, batch) = jax.tree.unflatten(tree, list(columns)), carry
+            state = self.forward(row, state._replace(message=self._received(row, inbox)))
+            message, *_ = state = self.backward(row, state)
+            batch = put(batch, self._leaving(message), row.batch)
             for channel, slot in enumerate(row.receive):
-                inbox = put(inbox, self.handed_on(state.message, channel, row.sends[channel]), slot)
-            return (state._replace(inbox=inbox), batch), None
+                inbox = put(inbox, self.handed_on(message, channel, row.sends[channel]), slot)
+            return (state._replace(message=[]), inbox, batch), None
 
         table = np.stack(leaves, -1).astype(np.int32).swapaxes(0, 1)
         devices, schedule = np.arange(self.place.num_devices), self.pipe.schedule
         own = jnp.asarray(table)[self.place.lookup(devices * schedule.stages // len(devices))]
-        (end, batch), _ = lax.scan(tick, self._start(), own)
+        (end, _, batch), _ = lax.scan(tick, self._start(), own)
         batch = [x[: schedule.microbatches] for x in batch]
         return [*end.scores, *end.closures, *end.weights, *batch]
 
-    def _start(self) -> tuple[State, Arrays]:
-        """Empty slots, sums of nothing, and what leaves the pipeline, by microbatch.
+    def _start(self) -> Carry:
+        """Empty slots, sums of nothing, an empty inbox, and what leaves, by microbatch.
 
         Slots are flat: XLA would give a buffer the layout that a product wants of what is in it,
         and copy all of it in every tick from the one into the other. What leaves is in no loop of a
@@ -99,15 +101,15 @@ class Machine:
         closures, layers = len(floats(self.arrays[1])), max(self.pipe.layers)
         messages, residuals, pending = self.pipe.routes.slots
         state = State(
-            [_unused(x.shape, x.dtype) for x in inputs],
-            [_unused((messages + 1, *x.shape), x.dtype) for x in inputs],
+            [],
             _flat(ahead[len(inputs) :], residuals * layers),
             _flat(behind[len(gradients) :] if pending else [], pending * layers),
             _made(head[: len(head) - len(gradients)]),
             _made(late[:closures]),
             _made(late[closures:], len(self.arrays[2][0])),
         )
-        return state, _made(self._leaving(inputs), self.pipe.schedule.microbatches + 1)
+        inbox = [_unused((messages + 1, *x.shape), x.dtype) for x in inputs]
+        return state, inbox, _made(self._leaving(inputs), self.pipe.schedule.microbatches + 1)
 
     def _leaving(self, message: Arrays) -> Arrays:
         """What of a message leaves the pipeline at its end: gradients of the inputs, or outputs."""
@@ -115,15 +117,15 @@ class Machine:
             return floats(message)
         return [] if self.passes[3] else message
 
+    def _received(self, row: Row, inbox: Arrays) -> Arrays:
+        """What the tick is about: an input of the batch, or what has come."""
+        given = taken(self.arrays[3], row.microbatch), taken(inbox, row.inbox)
+        is_first = row.inbox == self.pipe.routes.slots[0]
+        return [jnp.where(is_first, a, b) for a, b in zip(*given, strict=True)]
+
     def forward(self, row: Row, state: State) -> State:
         """F: the output is handed on, or for the head, whose gradient B of this stage takes."""
         head = self.passes[3]
-
-        def begin(state: State) -> State:
-            given = taken(self.arrays[3], row.microbatch), taken(state.inbox, row.inbox)
-            is_first = row.inbox == self.pipe.routes.slots[0]
-            x = [jnp.where(is_first, a, b) for a, b in zip(*given, strict=True)]
-            return state._replace(message=x)
 
         def one(layer: Any, state: State) -> State:
             y, residuals = cut(self._pass(0, row, layer, state.message), len(state.message))
@@ -138,10 +140,8 @@ class Machine:
             message, scores = _with_floats(y, gradient), added(state.scores, own)
             return state._replace(message=message, scores=scores)
 
-        def end(state: State) -> State:
-            return self._repeated((HEAD,), row, state, scored, among=(F, HEAD)) if head else state
-
-        return self._layers((F, HEAD), row, state, one, begin, end)
+        state = self._layers((F, HEAD), row, state, one)
+        return self._repeated((HEAD,), row, state, scored) if head else state
 
     def backward(self, row: Row, state: State) -> State:
         """B and W: the gradient of the input is handed on, or leaves; the others are added up.
@@ -150,62 +150,54 @@ class Machine:
         the upper half of the layers in the tick of B, and for the lower half in that of W.
         """
 
-        def begin(state: State) -> State:
-            return state._replace(message=taken(state.inbox, row.inbox))
-
-        def one(layer: Any, state: State) -> tuple[State, Arrays]:
-            residuals = taken(state.saved, self._slot(row.saved, layer))
-            g = floats(state.message)
-            g, needed = cut(self._pass(1, row, layer, residuals, g), len(g))
-            return state._replace(message=_with_floats(state.message, g)), needed
-
-        def keep(layer: Any, state: State) -> State:
-            state, needed = one(layer, state)
-            return state._replace(kept=put(state.kept, needed, self._slot(row.kept, layer)))
-
-        def late(layer: Any, state: State, needed: Arrays) -> State:
+        def one(op: int, layer: Any, state: State) -> State:
+            if op == W:
+                needed = taken(state.kept, self._slot(row.kept, layer))
+            else:
+                residuals = taken(state.saved, self._slot(row.saved, layer))
+                g = floats(state.message)
+                g, needed = cut(self._pass(1, row, layer, residuals, g), len(g))
+                state = state._replace(message=_with_floats(state.message, g))
+            if op == B:
+                return state._replace(kept=put(state.kept, needed, self._slot(row.kept, layer)))
             own, gradients = cut(self._pass(2, row, layer, needed), len(state.closures))
             slot = self._slot(row.chunk, layer)
             weights = put(state.weights, added(taken(state.weights, slot), gradients), slot)
             return state._replace(closures=added(state.closures, own), weights=weights)
 
-        def kept(layer: Any, state: State) -> State:
-            return late(layer, state, taken(state.kept, self._slot(row.kept, layer)))
-
-        state = self._layers((BOTH,), row, state, lambda n, state: late(n, *one(n, state)), begin)
-        state = self._layers((B,), row, state, keep, begin)
-        return self._layers((W,), row, state, kept)
+        for op in (BOTH, B, W):
+            state = self._layers((op,), row, state, functools.partial(one, op))
+        return state
 
     def _layers(
-        self, ops: tuple[int, ...], row: Row, state: State, run: Callable[[Any, State], State],
-        begin: Callable[[State], State] = lambda state: state,
-        end: Callable[[State], State] = lambda state: state,
-    ) -> State:  # fmt: skip
-        """`begin`, `run` for every layer, and `end`, in a tick that does one of `ops`.
+        self, ops: tuple[int, ...], row: Row, state: State, run: Callable[[Any, State], State]
+    ) -> State:
+        """`run` for every layer in a tick that does one of `ops`.
 
-        First as many layers as every such tick has, then those of some: a GPU waits for the host
+        First for as many as every such tick has, then for those of some: a GPU waits for the host
         before every run of a loop whose length is data.
         """
-        counts = self.pipe.routes.rows.layers[np.isin(self.pipe.routes.rows.op, ops)]
+        rows = self.pipe.routes.rows
+        counts = rows.layers[np.isin(rows.op, ops)]
         least = int(counts.min(initial=counts.max(initial=0)))
 
         def one(number: Any, state: State) -> State:
             return run(row.base + (number if F in ops else row.layers - 1 - number), state)
 
+        def first(zero: Any, state: State) -> State:
+            return lax.fori_loop(0, least, lambda number, state: one(zero + number, state), state)
+
         def other(number: Any, state: State) -> State:
             return one(least + number, state)
 
-        def every(_: Any, state: State) -> State:
-            state = lax.fori_loop(0, least, one, begin(state))
-            return end(self._repeated(ops, row, state, other, lambda row: row.layers - least, ops))
-
-        return self._repeated(ops, row, state, every)
+        state = self._repeated(ops, row, state, first)
+        return self._repeated(ops, row, state, other, lambda row: row.layers - least)
 
     def _repeated(
         self, ops: tuple[int, ...], row: Row, state: State, run: Callable[[Any, State], State],
-        times: Callable[[Row], Any] = lambda _: 1, among: tuple[int, ...] = (),
+        times: Callable[[Row], Any] = lambda row: 1,
     ) -> State:  # fmt: skip
-        """`run`, so many `times`, in a tick that does one of `ops`, `among` those that get here.
+        """`run`, so many `times`, in a tick that does one of `ops`.
 
         A loop of no or one run updates what it changes in place: a conditional would copy what its
         branches return, in ticks of other operations as well. Forecasts count its runs on one
@@ -213,21 +205,16 @@ class Machine:
         """
 
         def count(row: Row) -> Any:
-            return sum((row.op == n).astype(np.int32) for n in ops) * times(row)
+            return sum((row.op == op).astype(np.int32) for op in ops) * times(row)
 
-        op, table = self.pipe.routes.rows.op, count(self.pipe.routes.rows)
+        routes = self.pipe.routes
+        table, ticks = count(routes.rows), self.pipe.schedule.ticks
         if not table.any():
             return state
-        work = self.pipe.routes.rows.layers.sum(0) * table.any(0)
-        busiest, slowest = work.argmax(), self.pipe.routes.critical[:, None]
-        (own, waited), (around, beside) = (
-            (int(each[:, busiest].sum()), int(np.take_along_axis(each, slowest, 1).sum()))
-            for each in (table, np.isin(op, among or op))
-        )
-        if around != beside:  # a common denominator
-            own, waited, around = own * beside, waited * around, around * max(beside, 1)
-        ticks = Ticks((max(around - own, 0), own), {1: max(around - waited, 0), 2: waited}, around)
-        with ticks.scope():
+        busiest = (routes.rows.layers.sum(0) * table.any(0)).argmax()
+        own, waited = int(table[:, busiest].sum()), int(table[range(ticks), routes.critical].sum())
+        idle, other = (max(ticks - n, 0) for n in (own, waited))
+        with Ticks((idle, own), {1: other, 2: waited}, ticks).scope():
             return lax.fori_loop(0, count(row), run, state)
 
     def _pass(self, number: int, row: Row, layer: Any, *operands: Arrays) -> Arrays:
@@ -244,10 +231,12 @@ class Machine:
         name, sets = list(self.pipe.routes.send.items())[channel]
         if name == LOCAL:
             return sent
-        sends = self.pipe.routes.rows.sends[channel][:, 0].tolist()
-        busiest = Counter(a for n in sends for a, _ in sets[n]).most_common(1)[0][0]
+        sends = self.pipe.routes.rows.sends[channel][:, 0]
         counts = np.bincount(sends, minlength=len(sets)).tolist()
-        own = [n * (busiest in dict(pairs)) for n, pairs in zip(counts, sets, strict=True)]
+        by_stage = (
+            [n * (stage in dict(pairs)) for n, pairs in zip(counts, sets, strict=True)]
+            for stage in range(self.pipe.schedule.stages)
+        )
         reason = Reason("step", "pipeline", f"microbatches handed {name}")
         size = self.place.num_devices // self.pipe.schedule.stages
 
@@ -257,7 +246,9 @@ class Machine:
                 return arrays
             return [collectives.collective_permute(self.place, x, devices, reason) for x in arrays]
 
-        with Ticks(tuple(own), {1 << n: count for n, count in enumerate(counts)}).scope():
+        with Ticks(
+            tuple(max(by_stage, key=sum)), {1 << n: count for n, count in enumerate(counts)}
+        ).scope():
             return lax.switch(number, [functools.partial(permute, pairs) for pairs in sets], sent)
 
 

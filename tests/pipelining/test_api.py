@@ -34,6 +34,7 @@ def call(weights=WEIGHTS, x=X, block=dense, head=loss_of, targets=TARGETS, **set
             {"schedule": "F0 .  .  B0 W0\n.  F0 B0 W0 ."},
             "for 2 stages and 1 microbatches, not for 2 an",
         ),
+        ({"x": None}, "x have the shapes none: the leading dim of all has to be the batch"),
         ({"targets": TARGETS[:4]}, "x has 8 rows, and targets have 4: a batch has one"),
         ({"weights": {**WEIGHTS, "in": WEIGHTS["in"][:3]}}, "the leading dim of all has to be the"),
     ],
@@ -43,6 +44,32 @@ def test_what_is_wrong_is_said_with_the_line(settings, said):
         call(**settings)
     assert "test_api.py:" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_an_error_of_the_block_has_its_own_lines():
+    def block(w, x):
+        raise ValueError("no such layer")
+
+    with pytest.raises(ValueError, match=r"test_api.py:\d+: gshard.pipeline: no such lay") as error:
+        call(block=block)
+    assert [entry.name for entry in error.traceback][-1] == "block"
+
+
+def test_a_block_and_a_head_without_a_derivative_run_forward():
+    """A loop whose length is data: gradients are refused as `jax.grad` refuses them."""
+
+    def grown(x):
+        return jax.lax.while_loop(lambda c: jnp.sum(c) < 5, lambda c: 2 * jnp.abs(c) + 1, x)
+
+    def loss(weights):
+        return call(
+            weights, block=lambda w, x: grown(dense(w, x)), head=lambda y, t: grown(y)[0, 0]
+        )
+
+    for run in (jax.jit(loss), gshard.jit(loss, devices=jax.devices()[:4])):
+        assert run(WEIGHTS) == pytest.approx(float(loss(WEIGHTS)), rel=1e-5)
+        with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+            jax.grad(run)(WEIGHTS)
 
 
 def test_stages_divide_the_devices_and_annotations_are_within_a_stage():

@@ -206,12 +206,11 @@ def test_what_a_lowered_program_says_of_its_pipelines():
     assert forecast.sent_bytes == sum(c.total_bytes for c in lowered.collectives)
     found = [(e.primitive.name, t) for e in walk(lowered.jaxpr) if (t := Ticks.of(e))]
     loops = [t for name, t in found if name == "while"]
+    assert [t.own for t in loops] == [(55 - 16, 16)] * 4  # F, the head, B and W of the last stage
     head = loops.pop(1)
-    assert [t.own for t in loops] == [(55 - 16, 16)] * 3  # F, B and W of the last stage
     waited = [t.together[2] for t in loops]  # ticks in which all wait for F, B and W
     assert sum(waited) == 55
-    assert head.own == (0, head.runs)  # it follows every F of the last stage,
-    assert 1 <= waited[0] * head.together[2] / head.runs <= 16  # and is waited for once at least
+    assert 1 <= head.together[2] <= waited[0]
     assert 55 in {e.params["length"] for e in lowered.jaxpr.eqns if e.primitive.name == "scan"}
     assert 'class="op-W"' in lowered.page()
 
@@ -269,6 +268,17 @@ def test_no_tick_copies_slots_or_sums():
                 sizes += [math.prod(map(int, shape.split(","))) for shape in shapes]
         hidden = 4 * 2 * 16  # of a microbatch, in a layer: less than any buffer
         assert 0 < max(sizes) <= hidden, sizes
+
+
+def test_a_tick_does_nothing_but_its_operation():
+    """With one layer in a stage, too: XLA moves what no run of a loop changes out of the loop."""
+    loss = piped(dense, stages=4, microbatches=8, schedule="zb-h1")
+    step = gshard.jit(jax.value_and_grad(loss), devices=jax.devices()[:4])
+    text = step.lower(*make_dense(layers=4, batch=16)).compile().as_text()
+    (tick,) = (part for part in re.split(r"\n\n(?=%|ENTRY)", text) if " conditional(" in part)
+    products = [name for name in re.findall(r'op_name="([^"]*)"', text) if "dot_general" in name]
+    assert products
+    assert not set(products) & set(re.findall(r'op_name="([^"]*)"', tick))
 
 
 @pytest.mark.slow
