@@ -24,19 +24,11 @@ from gshard import _jax
 from gshard._jax import closed_over, is_array_like, is_ref
 
 
+@dataclass(frozen=True, repr=False)
 class Static:
     """A value that is not an array, compared and hashed as itself."""
 
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Static):
-            return False
-        return self.value is other.value or bool(self.value == other.value)
+    value: Any
 
     def __repr__(self) -> str:
         return repr(self.value)
@@ -88,9 +80,8 @@ class StaticLeaves:
         marks = tuple(
             None if is_array_like(x) else x if isinstance(x, Static) else Static(x) for x in leaves
         )
-        for mark in marks:
-            if mark is not None:
-                _check_hash(mark)
+        for mark in filter(None, marks):
+            _check_hash(mark)
         arrays = [x for x, mark in zip(leaves, marks, strict=True) if mark is None]
         return StaticLeaves(tree, marks), arrays
 
@@ -195,9 +186,7 @@ def names_of(leaves: Sequence[Any]) -> tuple[str, ...]:
     """The paths of arrays in the arguments of `called_with`, "" for others; () outside of it."""
     if (call := _called.get()) is None:
         return ()
-    found: dict[int, str] = {}
-    for name, leaf in named_leaves(*call):
-        found.setdefault(id(leaf), name)
+    found = {id(leaf): name for name, leaf in reversed([*named_leaves(*call)])}
     return tuple(found.get(id(leaf), "") for leaf in leaves)
 
 

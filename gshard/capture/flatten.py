@@ -9,6 +9,7 @@ annotations.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +41,8 @@ from gshard._jax import (
     remat_p,
     reshard_p,
     sharding_constraint_p,
+    split_p,
+    unstack_p,
     without_mesh,
 )
 from gshard.capture.partly_manual import for_stacks, on_stacks
@@ -165,6 +168,8 @@ class _Builder:
         found = lower_named_axes(eqn, self.axes) if self.axes else None
         if found or (self.region and (found := for_stacks(eqn))):
             return self.append(eqn, invars, [_fresh(v) for v in eqn.outvars], *found)
+        if (branch := _branch_of_all(eqn)) is not None:  # others are JAX's choice: exports
+            return self.inline(branch, invars[1:], eqn)
         if (expanded := expand(eqn)) is not None:
             return self.inline(expanded, invars)
         if self.as_meant and eqn.primitive in MEANINGS:
@@ -304,6 +309,13 @@ def _is_weakness_only(eqn: JaxprEqn) -> bool:
     return converted and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
+def _branch_of_all(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The branch of `lax.platform_dependent` that all platforms take but Pallas in its kernels."""
+    names = eqn.params.get("branches_platforms") or ()
+    taken = [n for n, own in enumerate(names) if own != ("mosaic",)]
+    return eqn.params["branches"][taken[0]] if [names[n] for n in taken] == [None] else None
+
+
 def _plain(literal: Literal) -> Literal:
     aval = _without_mesh(literal.aval)
     return literal if aval is literal.aval else Literal(np.asarray(literal.val), aval)
@@ -319,8 +331,8 @@ def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """A program equivalent to `eqn`, of primitives that have rules, if it needs one; else None.
 
     A primitive without a rule is often a Python function of arrays, which can be traced (sparse
-    matrices, Equinox). A loop whose condition was batched by `vmap` runs while any member does; a
-    `psum` over an axis of `vmap` is a sum over a dim; `x.ravel(order="F")` is of `x.T`.
+    matrices, Equinox). A loop with a condition batched by `vmap` runs while any member does; a
+    `psum` over an axis of `vmap` sums over a dim; `x.ravel(order="F")` is of `x.T`; a split slices.
     """
     if eqn.primitive is p.while_p and eqn.params["cond_jaxpr"].out_avals[0].shape:
         return traced(eqn, _batched_while)
@@ -328,6 +340,8 @@ def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return traced(eqn, _reduction_over_dims)
     if eqn.primitive is p.reshape_p and eqn.params["dimensions"] is not None:
         return traced(eqn, _transposed_first)
+    if eqn.primitive in (split_p, unstack_p):
+        return traced(eqn, _parts)
     described = eqn.primitive is not custom_partitioning_p or eqn.params["sharding_rule"]
     known = eqn.primitive in RULES or eqn.primitive in REGIONS
     if (known and described) or eqn.effects:
@@ -359,8 +373,16 @@ def _reduction_over_dims(eqn: JaxprEqn, *operands: Any) -> list[Any]:
 
 def _transposed_first(eqn: JaxprEqn, operand: Any) -> list[Any]:
     """A reshape of a tensor whose dims are in another order."""
-    turned = lax.transpose(operand, eqn.params["dimensions"])
-    return [lax.reshape(turned, eqn.params["new_sizes"])]
+    order, shape = eqn.params["dimensions"], eqn.params["new_sizes"]
+    return [lax.reshape(lax.transpose(operand, order), shape)]
+
+
+def _parts(eqn: JaxprEqn, operand: Any) -> list[Any]:
+    """The parts of a split, or the rows of a stack, which JAX 0.10 slices too."""
+    sizes, axis = eqn.params.get("sizes", [1] * len(eqn.outvars)), eqn.params["axis"]
+    ends = itertools.pairwise([0, *itertools.accumulate(sizes)])
+    parts = (lax.slice_in_dim(operand, *pair, axis=axis) for pair in ends)
+    return [lax.reshape(x, v.aval.shape) for x, v in zip(parts, eqn.outvars, strict=True)]
 
 
 def _batched_while(eqn: JaxprEqn, *operands: Any) -> list[Any]:

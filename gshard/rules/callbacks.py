@@ -213,7 +213,7 @@ def implementation(eqn: JaxprEqn) -> ClosedJaxpr | Exception | None:
 
 def traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> ClosedJaxpr:
     """The program of `fn(eqn, *operands)`, attributed to the user's line."""
-    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+    avals = [a.aval for a in eqn.invars]
     with on_behalf_of(eqn):
         return jax.make_jaxpr(lambda *args: fn(eqn, *args))(*avals)
 

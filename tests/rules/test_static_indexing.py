@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import gshard
-from tests.oracle import check, even_split, random_array
+from tests.oracle import check, even_split, random_array, sent
 
 X = random_array((13, 7))
 WAYS = {
@@ -101,3 +101,16 @@ def test_what_follows_is_promoted_as_with_jax():
     step = gshard.jit(lambda w: gshard.split(w, 0, 8).at[0].set(0))
     for _ in range(2):
         assert (step(weak) + jnp.ones(16, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_diagonal_with_its_gradient(axis):
+    """`jnp.diag` has a branch for kernels of TPUs, which no program runs."""
+
+    def fn(x):
+        return jax.grad(lambda x: jnp.sum(jnp.log(jnp.diag(x))))(gshard.split(x, axis, 4))
+
+    x = random_array((13, 13)) + 20
+    lowered = check(fn, x, devices=4, outputs=[even_split(2, axis, 4)])
+    assert sent(lowered) <= 2 * x[0].nbytes
+    assert axis or not lowered.collectives

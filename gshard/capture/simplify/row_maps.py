@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
-from gshard._jax import Var, split_p, tile_p, unstack_p
+from gshard._jax import Var, tile_p
 from gshard.capture.simplify.known_windows import (
     COMBINING,
     batched,
@@ -45,7 +45,7 @@ def composed(graph: Graph, near: Near | None = None) -> list[JaxprEqn]:
     """
     if not any(eqn.primitive in _REWRITTEN for eqn in graph.eqns):
         return graph.eqns
-    eqns = live(list(_plain(without_updates(graph), graph, near)), graph.results)
+    eqns = live(list(_plain(without_updates(graph), graph)), graph.results)
     graph = Graph(eqns, graph.results, graph.known)
     origins = Origins(graph, near)
     if near is None:  # later, windows may have been made larger on purpose
@@ -67,19 +67,19 @@ compose_row_maps = in_every_body(composed)
 compose_row_maps.__name__ = "compose_row_maps"
 
 
-def _plain(eqns: Sequence[JaxprEqn], graph: Graph, near: Near | None) -> Iterator[JaxprEqn]:
-    """Splits and rows of stacks as slices, tiles as copies, no slice or pad that changes nothing.
+def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
+    """Tiles as copies, without slices and pads that change nothing.
 
     Equal slices are one: what is read twice is sent once.
     """
     same, zeros, sliced = dict[Any, Any](), set[Any](), dict[Any, Any]()
     for eqn in eqns:
         eqn = renamed(eqn, same) if same else eqn
-        if near is None and (others := _SPELLED.get(eqn.primitive)):
-            yield from others(eqn)
-            continue
         if eqn.primitive in _INDEXED:
             yield from batched(eqn, graph)
+            continue
+        if eqn.primitive is tile_p:
+            yield from _copies(eqn)
             continue
         if eqn.primitive is p.reduce_sum_p:  # of a gradient of a broadcast, or of an empty slice
             yield _without_sum(eqn)
@@ -114,20 +114,7 @@ def _without_sum(eqn: JaxprEqn) -> JaxprEqn:
     return reshaped(eqn, source, out) if source.aval.size == out.aval.size else eqn
 
 
-def _slices(eqn: JaxprEqn) -> Iterable[JaxprEqn]:
-    """The parts of a split, or the rows of a stack."""
-    (source,), at, dim = eqn.invars, 0, eqn.params["axis"]
-    for out, rows in zip(eqn.outvars, eqn.params.get("sizes", [1] * len(eqn.outvars)), strict=True):
-        shape = (*source.aval.shape[:dim], int(rows), *source.aval.shape[dim + 1 :])
-        cut = out if out.aval.shape == shape else Var(source.aval.update(shape=shape))
-        part = entire(source, shape).along(dim, Axis(0, int(rows), dim), at)
-        yield from painting(eqn.replace(outvars=[cut]), [part])
-        if cut is not out:
-            yield reshaped(eqn, cut, out)
-        at += int(rows)
-
-
-def _copies(eqn: JaxprEqn) -> Iterable[JaxprEqn]:
+def _copies(eqn: JaxprEqn) -> list[JaxprEqn]:
     """A tensor several times over, painted if they are few."""
     (source,), reps = eqn.invars, eqn.params["reps"]
     shape = source.aval.shape
@@ -376,8 +363,7 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
     p.add_p: _of_sum,
     p.add_jaxvals_p: _of_sum,
 }
-_SPELLED = {split_p: _slices, unstack_p: _slices, tile_p: _copies}
-_REWRITTEN = {*_MAPS, *COMBINING, *_SPELLED}
+_REWRITTEN = {*_MAPS, *COMBINING, tile_p}
 _INDEXED = (p.gather_p, p.scatter_p, *COMBINING)
 _SUMS = (p.add_p, p.add_jaxvals_p)
 _MOVING = (p.slice_p, p.pad_p, p.rev_p)
