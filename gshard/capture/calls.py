@@ -309,8 +309,9 @@ def advising(method: F) -> F:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            note = _of_equinox((args, kwargs))
-            if note is not None and note not in getattr(error, "__notes__", ()):
+            if (note := _of_equinox((args, kwargs))) and note not in getattr(
+                error, "__notes__", ()
+            ):
                 error.add_note(note)
             raise
 
@@ -318,8 +319,7 @@ def advising(method: F) -> F:
 
 
 def _of_equinox(arguments: Any) -> str | None:
-    equinox = sys.modules.get("equinox")
-    if equinox is None:
+    if (equinox := sys.modules.get("equinox")) is None:
         return None
     modules = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, equinox.Module))
     for module in modules:
@@ -340,8 +340,7 @@ def watched(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        nnx = sys.modules.get("flax.nnx")
-        if nnx is None:
+        if (nnx := sys.modules.get("flax.nnx")) is None:
             return fun(*args, **kwargs)
         variables = _nnx_variables(nnx, (args, kwargs))
         before = [variable.get_raw_value() for variable in variables.values()]
@@ -354,7 +353,13 @@ def watched(fun: Callable[..., Any]) -> Callable[..., Any]:
             if now is not value and not any(now is leaf for leaf in returned)
         ]
         if lost:
-            _warn_of(lost, fun)
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            warnings.warn(
+                f"{getattr(fun, '__name__', 'the function')} changes {', '.join(lost[:3])}{more} "
+                "in place, which gshard.jit forgets, as jax.jit does: use gshard.contrib.nnx.jit, "
+                "which keeps it, as flax.nnx.jit does, or return the module",
+                stacklevel=1,
+            )
         return results
 
     return traced
@@ -370,13 +375,3 @@ def _nnx_variables(nnx: Any, arguments: Any) -> dict[str, Any]:
                     name = ".".join((type(module).__name__, *map(str, path)))
                     found[name if name not in found else f"{name} ({len(found)})"] = variable
     return found
-
-
-def _warn_of(lost: list[str], fun: Callable[..., Any]) -> None:
-    more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-    warnings.warn(
-        f"{getattr(fun, '__name__', 'the function')} changes {', '.join(lost[:3])}{more} in place, "
-        "which gshard.jit forgets, as jax.jit does: use gshard.contrib.nnx.jit, which keeps it, as "
-        "flax.nnx.jit does, or return the module",
-        stacklevel=2,
-    )

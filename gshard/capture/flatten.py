@@ -9,7 +9,6 @@ annotations.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,7 +40,6 @@ from gshard._jax import (
     remat_p,
     reshard_p,
     sharding_constraint_p,
-    split_p,
     unstack_p,
     without_mesh,
 )
@@ -332,7 +330,7 @@ def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
     A primitive without a rule is often a Python function of arrays, which can be traced (sparse
     matrices, Equinox). A loop with a condition batched by `vmap` runs while any member does; a
-    `psum` over an axis of `vmap` sums over a dim; `x.ravel(order="F")` is of `x.T`; a split slices.
+    `psum` over an axis of `vmap` sums over a dim; `x.ravel(order="F")` is of `x.T`.
     """
     if eqn.primitive is p.while_p and eqn.params["cond_jaxpr"].out_avals[0].shape:
         return traced(eqn, _batched_while)
@@ -340,8 +338,8 @@ def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return traced(eqn, _reduction_over_dims)
     if eqn.primitive is p.reshape_p and eqn.params["dimensions"] is not None:
         return traced(eqn, _transposed_first)
-    if eqn.primitive in (split_p, unstack_p):
-        return traced(eqn, _parts)
+    if eqn.primitive is unstack_p:
+        return traced(eqn, _rows)
     described = eqn.primitive is not custom_partitioning_p or eqn.params["sharding_rule"]
     known = eqn.primitive in RULES or eqn.primitive in REGIONS
     if (known and described) or eqn.effects:
@@ -377,12 +375,10 @@ def _transposed_first(eqn: JaxprEqn, operand: Any) -> list[Any]:
     return [lax.reshape(lax.transpose(operand, order), shape)]
 
 
-def _parts(eqn: JaxprEqn, operand: Any) -> list[Any]:
-    """The parts of a split, or the rows of a stack, which JAX 0.10 slices too."""
-    sizes, axis = eqn.params.get("sizes", [1] * len(eqn.outvars)), eqn.params["axis"]
-    ends = itertools.pairwise([0, *itertools.accumulate(sizes)])
-    parts = (lax.slice_in_dim(operand, *pair, axis=axis) for pair in ends)
-    return [lax.reshape(x, v.aval.shape) for x, v in zip(parts, eqn.outvars, strict=True)]
+def _rows(eqn: JaxprEqn, operand: Any) -> list[Any]:
+    """The rows of `unstack`, which are slices in JAX 0.10."""
+    axis, count = eqn.params["axis"], len(eqn.outvars)
+    return [lax.index_in_dim(operand, n, axis, keepdims=False) for n in range(count)]
 
 
 def _batched_while(eqn: JaxprEqn, *operands: Any) -> list[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
-from gshard._jax import Var, tile_p
+from gshard._jax import Var, split_p, tile_p
 from gshard.capture.simplify.known_windows import (
     COMBINING,
     batched,
@@ -68,13 +68,16 @@ compose_row_maps.__name__ = "compose_row_maps"
 
 
 def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
-    """Tiles as copies, without slices and pads that change nothing.
+    """Splits as slices and tiles as copies, without slices and pads that change nothing.
 
     Equal slices are one: what is read twice is sent once.
     """
     same, zeros, sliced = dict[Any, Any](), set[Any](), dict[Any, Any]()
     for eqn in eqns:
         eqn = renamed(eqn, same) if same else eqn
+        if eqn.primitive is split_p:
+            yield from _slices(eqn)
+            continue
         if eqn.primitive in _INDEXED:
             yield from batched(eqn, graph)
             continue
@@ -112,6 +115,15 @@ def _without_sum(eqn: JaxprEqn) -> JaxprEqn:
         zero = np.zeros((), out.aval.dtype)
         return filling(eqn, Literal(zero, out.aval.update(shape=(), weak_type=False)), out)
     return reshaped(eqn, source, out) if source.aval.size == out.aval.size else eqn
+
+
+def _slices(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The parts of a split."""
+    (source,), at, dim = eqn.invars, 0, eqn.params["axis"]
+    for out, rows in zip(eqn.outvars, map(int, eqn.params["sizes"]), strict=True):
+        part = entire(source, out.aval.shape).along(dim, Axis(0, rows, dim), at)
+        yield from painting(eqn.replace(outvars=[out]), [part])
+        at += rows
 
 
 def _copies(eqn: JaxprEqn) -> list[JaxprEqn]:
@@ -363,7 +375,7 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
     p.add_p: _of_sum,
     p.add_jaxvals_p: _of_sum,
 }
-_REWRITTEN = {*_MAPS, *COMBINING, tile_p}
+_REWRITTEN = {*_MAPS, *COMBINING, split_p, tile_p}
 _INDEXED = (p.gather_p, p.scatter_p, *COMBINING)
 _SUMS = (p.add_p, p.add_jaxvals_p)
 _MOVING = (p.slice_p, p.pad_p, p.rev_p)
