@@ -281,11 +281,10 @@ def _check_hash(mark: Static) -> None:
 
 def structs(known: Any, arguments: Any) -> Any:
     """The arguments' types, which keep no array alive; static ones as they are."""
-    static = (*known.static_argnums, *known.static_argnames)
+    static, count = (*known.static_argnums, *known.static_argnames), len(arguments)
     if isinstance(arguments, dict):
         of = functools.partial(jax.tree.map, _jax.struct_of)
         return {k: v if k in static else of(v) for k, v in arguments.items()}
-    count = len(arguments)
     fixed = {n % count if n < 0 else n for n in static if isinstance(n, int)} if count else ()
     return tuple(
         a if i in fixed else jax.tree.map(_jax.struct_of, a) for i, a in enumerate(arguments)
@@ -309,9 +308,8 @@ def advising(method: F) -> F:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            if (note := _of_equinox((args, kwargs))) and note not in getattr(
-                error, "__notes__", ()
-            ):
+            note, notes = _of_equinox((args, kwargs)), getattr(error, "__notes__", ())
+            if note and note not in notes:
                 error.add_note(note)
             raise
 
