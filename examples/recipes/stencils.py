@@ -64,6 +64,18 @@ def red_and_black(u):
     return lax.fori_loop(0, STEPS, step, u)
 
 
+def staggered(points, between):
+    """Electromagnetic waves: magnetic fields are between the points, and so a row less."""
+
+    def step(_, state):
+        points, between = state
+        between = between + 0.5 * (points[1:] - points[:-1])
+        return points.at[1:-1].add(0.5 * (between[1:] - between[:-1])), between
+
+    split = (gshard.split(x, 0, D) for x in (points, between))
+    return lax.fori_loop(0, STEPS, step, tuple(split))
+
+
 def limited_at_edges(u):
     """The same, of a field that goes on as at its edges."""
     return limited(u, "edge")
@@ -110,7 +122,7 @@ def by_rows(fn):
 
 def recipes(size: Size = SMALL) -> list[Recipe]:
     n = 256 if size.M < 1024 else 8192
-    field = jax.ShapeDtypeStruct((n, n), jnp.float32)
+    field, points = (jax.ShapeDtypeStruct((rows, n), jnp.float32) for rows in (n, n + 1))
     borders = STEPS * 2 * n * 4  # a row to each neighbour
     return [
         Recipe("heat, updates of the interior", by_rows(updated), (field,), borders),
@@ -119,6 +131,9 @@ def recipes(size: Size = SMALL) -> list[Recipe]:
         # Two rows from before a tile, one from behind it.
         Recipe("limited slopes, a padded field", by_rows(limited), (field,), borders * 3 // 2),
         Recipe("limited slopes, edges", by_rows(limited_at_edges), (field,), borders * 3 // 2),
+        # And the fields between the points, to the tiles of the points and back: seven rows each.
+        Recipe("waves on a staggered grid", staggered, (points, field),
+               borders + 2 * (D - 1) * n * 4),
         # Two rows each way, of the fields and of their gradients.
         Recipe("fourth order on a ring", by_rows(on_a_ring), (field,), 4 * borders),
         Recipe("red and black rows", by_rows(red_and_black), (field,), 2 * borders),

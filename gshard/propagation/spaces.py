@@ -2,17 +2,28 @@
 
 A `Place` says so, dim by dim. Windows of tensors can be written in terms of tensors in other
 places, and priced: only rows that cross from tile to tile are sent.
+
+A loop holds fields with as many rows as the largest of them: 257 points of a staggered grid, and
+256 fluxes between them. Rows of the fluxes move once before the loop and once after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
 
+from gshard._jax import Var
+from gshard.graph import at_every_level, replacing
+from gshard.graph.regions import counts_of
 from gshard.graph.row_map import Axis, Layer, entire, through
-from gshard.tensors.sharding import Split
+from gshard.graph.source import source_of
+from gshard.tensors.factors import Shape
+from gshard.tensors.sharding import Sharding, Split
 
 
 class Space(NamedTuple):
@@ -163,3 +174,70 @@ def _crossing(axis: Axis, base: int, split: Split, size: int, rows: int) -> list
     every = abs(axis.stride)
     needed = (tiles * width - first, last - (tiles + 1) * width + 1)
     return [float(np.clip(-(-n // every), 0, high - low)[some].max()) for n in needed]
+
+
+# ---------------------------------------------------------------- what loops hold
+
+_MORE = 4  # rows
+
+
+@at_every_level
+def hold_alike(
+    jaxpr: Jaxpr, shardings: dict[Any, Sharding], sent: Callable[[Jaxpr], float], remarks: list[str]
+) -> Jaxpr:
+    """The program with loops that hold fields in tiles that begin alike, where less is sent then.
+
+    `shardings` gets those of new variables, and `sent` is what a body sends.
+    """
+    eqns = list[JaxprEqn]()
+    for eqn in jaxpr.eqns:
+        held = _held(eqn, shardings) if eqn.primitive is p.scan_p else [eqn]
+        found = [e.params["jaxpr"].jaxpr for e in (*held, eqn) if e.primitive is p.scan_p]
+        less = len(held) > 1 and sent(found[0]) < sent(found[1])
+        remarks += [f"at {source_of(eqn)}: fields are held with as many rows"] if less else []
+        eqns += held if less else [eqn]
+    return jaxpr if len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns)
+
+
+def _held(loop: JaxprEqn, shardings: dict[Any, Sharding]) -> list[JaxprEqn]:
+    """The equations of a loop that holds fields with more rows."""
+    closed, (consts, carry) = loop.params["jaxpr"], counts_of(loop)
+    body, fields = closed.jaxpr, closed.jaxpr.invars[: consts + carry]
+    atoms = (loop.invars, loop.outvars, body.invars, body.outvars)
+    operands, results, inside, outs = map(list[Any], atoms)
+    before, first, last, after = (list[JaxprEqn]() for _ in range(4))
+    for k, v in enumerate(fields):
+        shape = _shape(v, fields, shardings)
+        if shape == v.aval.shape:
+            continue
+        operand, inner, out, result = held = [Var(v.aval.update(shape=shape)) for _ in range(4)]
+        shardings.update(dict.fromkeys(held, shardings[v]))
+        before.append(_resized(loop, operands[k], operand))
+        first.append(_resized(loop, inner, v))
+        operands[k], inside[k] = operand, inner
+        if (n := k - consts) >= 0:
+            last.append(_resized(loop, outs[n], out))
+            after.append(_resized(loop, result, results[n]))
+            outs[n], results[n] = out, result
+    body = body.replace(invars=inside, outvars=outs, eqns=[*first, *body.eqns, *last])
+    params = loop.params | {"jaxpr": closed.replace(jaxpr=body)}
+    return [*before, loop.replace(invars=operands, outvars=results, params=params), *after]
+
+
+def _shape(v: Any, fields: Sequence[Any], shardings: Mapping[Any, Sharding]) -> Shape:
+    """The shape that a field is held with: that of a few rows more, where tiles begin alike."""
+    shape = [*v.aval.shape]
+    for d, split in enumerate(shardings[v].splits):
+        if split and not split.ragged and jnp.issubdtype(v.aval.dtype, np.number):
+            alike = (w.aval.shape[d] for w in fields if split in shardings[w].splits[d : d + 1])
+            most = max(n for n in alike if n <= shape[d] + _MORE)
+            shape[d] = most if split.rows(most) > split.rows(shape[d]) else shape[d]
+    return tuple(shape)
+
+
+def _resized(eqn: JaxprEqn, source: Any, result: Any) -> JaxprEqn:
+    """The equation that gives a tensor more rows, or fewer."""
+    zero = Literal(np.zeros((), result.aval.dtype), result.aval.update(shape=(), weak_type=False))
+    sizes = zip(source.aval.shape, result.aval.shape, strict=True)
+    widths = tuple((0, after - before, 0) for before, after in sizes)
+    return replacing(eqn, p.pad_p, [source, zero], result, padding_config=widths)

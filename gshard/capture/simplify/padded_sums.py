@@ -70,7 +70,7 @@ class _Padded:
             for eqn in itertools.chain(graph.eqns, reversed(graph.eqns)):
                 if eqn.outvars and eqn.outvars[0] in self.sums and not self._is_one(eqn):
                     self.sums.remove(eqn.outvars[0])
-        self.touched = self._touched()
+        self.touched = self._touched() if self.sums else set[Any]()
 
     def _is_one(self, eqn: JaxprEqn) -> bool:
         (out,), scale = eqn.outvars, _is_scale(eqn)
@@ -150,12 +150,12 @@ def _is_sum(eqn: JaxprEqn) -> bool:
     """Whether an equation adds up two tensors, or a few rows, as the gradient of an edge does."""
     if eqn.primitive not in (*_SUMS, p.reduce_sum_p):
         return False
-    (out,), shapes = eqn.outvars, [a.aval.shape for a in eqn.invars]
-    floats, shape = jnp.issubdtype(out.aval.dtype, jnp.floating), out.aval.shape
+    aval, first = eqn.outvars[0].aval, eqn.invars[0].aval
+    if aval.shape == () or not jnp.issubdtype(aval.dtype, jnp.floating):
+        return False
     if eqn.primitive is p.reduce_sum_p:
-        return floats and 0 < math.prod(shapes[0]) <= _FEW * math.prod(shape) and shape != ()
-    tensors = not any(isinstance(a, Literal) for a in eqn.invars)
-    return floats and shape != () and tensors and all(s == shape for s in shapes)
+        return 0 < first.size <= _FEW * aval.size
+    return not any(isinstance(a, Literal) or a.aval.shape != aval.shape for a in eqn.invars)
 
 
 def _parts(eqn: JaxprEqn) -> list[Layer]:

@@ -73,10 +73,8 @@ class _InParts:
 
     def __init__(self, graph: Graph, shardings: Mapping[Any, Sharding], start: JaxprEqn):
         self.graph, self.shardings, self.start = graph, shardings, start
-        self.count, self.rows = (
-            len(start.invars),
-            start.invars[0].aval.shape[start.params["dimension"]],
-        )
+        self.count = len(start.invars)
+        self.rows = start.invars[0].aval.shape[start.params["dimension"]]
         self.parts: dict[Any, _Parts] = {}
         self.whole: set[Any] = set()  # tensors in parts that are concatenated, too
         self.terms: dict[Any, Sequence[JaxprEqn]] = {}  # of sums over parts

@@ -35,6 +35,7 @@ from gshard.propagation.spaces import (
     distance,
     extended,
     fits,
+    hold_alike,
     rank,
     window_of,
 )  # fmt: skip
@@ -47,23 +48,25 @@ _FEW = 4  # rows at a border
 _SPREAD = 16  # equations on small tensors that may be computed with all rows of large ones
 
 
-@at_every_level
 def choose_row_spaces(
     jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], memory_limit: int, remarks: list[str]
 ) -> Jaxpr:
     """The program with what is computed by element in the spaces in which the fewest rows move."""
+    known = dict(shardings)
+
+    def sent(body: Jaxpr) -> float:
+        spaces, _ = _best(body, known)
+        return sum(map(spaces.sent, spaces.after.values()))
+
+    return _in_spaces(hold_alike(jaxpr, known, sent, remarks), known, remarks)
+
+
+@at_every_level
+def _in_spaces(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], remarks: list[str]) -> Jaxpr:
     if not any(_moves_rows(eqn, shardings) for eqn in jaxpr.eqns):
         return jaxpr
-    graph, rejected = Graph(jaxpr.eqns, jaxpr.outvars), set[Any]()
-    origins = Origins(graph)
-    while True:
-        spaces = _RowSpaces(graph, origins, shardings, rejected)
-        eqns = live(list(spaces.eqns()), jaxpr.outvars)
-        worse = spaces.worse() if len(eqns) <= len(jaxpr.eqns) + _MOST else set(spaces.places)
-        if not worse:
-            break
-        rejected |= worse
-    if not spaces.places and origins.known == origins.maps:  # nothing to compose
+    spaces, eqns = _best(jaxpr, shardings)
+    if not spaces.places and spaces.origins.known == spaces.origins.maps:  # nothing to compose
         return jaxpr
     remarks += spaces.remarks()
     large = set(spaces.copies.values())
@@ -76,6 +79,19 @@ def choose_row_spaces(
     eqns = live(composed(Graph(eqns, jaxpr.outvars), near), jaxpr.outvars)
     same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
     return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def _best(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding]) -> tuple[_RowSpaces, list[JaxprEqn]]:
+    """Where the tensors of a program are computed, and its equations."""
+    graph, rejected = Graph(jaxpr.eqns, jaxpr.outvars), set[Any]()
+    origins = Origins(graph)
+    while True:
+        spaces = _RowSpaces(graph, origins, shardings, rejected)
+        eqns = live(list(spaces.eqns()), jaxpr.outvars)
+        worse = spaces.worse() if len(eqns) <= len(jaxpr.eqns) + _MOST else set(spaces.places)
+        if not worse:
+            return spaces, eqns
+        rejected |= worse
 
 
 def _moves_rows(eqn: JaxprEqn, shardings: Mapping[Any, Sharding]) -> bool:
@@ -96,7 +112,7 @@ class _RowSpaces:
     def __init__(
         self, graph: Graph, origins: Origins, shardings: Mapping[Any, Sharding], rejected: set[Any]
     ):
-        self.graph, self.rejected = graph, rejected
+        self.graph, self.origins, self.rejected = graph, origins, rejected
         self.splits = {v: here.splits for v, here in shardings.items()}
         self.maps = {
             v: layers for v, layers in origins.known.items() if not _is_by_element(graph.makers[v])
@@ -328,11 +344,11 @@ class _RowSpaces:
         groups = {
             group
             for group in {self._group(var) for var in self.places}
-            if self._sent(self.after.get(group, {})) >= self._sent(self.before.get(group, {}))
+            if self.sent(self.after.get(group, {})) >= self.sent(self.before.get(group, {}))
         }
         return {var for var in self.places if self._group(var) in groups}
 
-    def _sent(self, reads: Mapping[Any, Sequence[Layer]]) -> float:
+    def sent(self, reads: Mapping[Any, Sequence[Layer]]) -> float:
         """The bytes of the rows that a device sends for such windows."""
         return sum(
             bytes_sent(source, self.splits[source], layers, shape, splits)

@@ -13,6 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var, unstack_p
+from gshard.capture.simplify.painting import reshaped
 from gshard.graph import at_every_level, replacing
 from gshard.graph.source import source_of
 from gshard.tensors.sharding import Sharding
@@ -37,14 +38,11 @@ def unstack_rows(
             results = [Var(var.aval.update(shape=shape)) for _ in range(var.aval.shape[axis])]
             unstack = replacing(eqn, unstack_p, [var], None, axis=axis)
             first[eqn] = unstack.replace(outvars=results)
-            rows |= {cut: _with_a_dim(cut, results[row], axis) for cut, row in found.items()}
+            rows |= {c: reshaped(c, results[row], c.outvars[0]) for c, row in found.items()}
             remarks.append(f"at {source_of(eqn)}: {len(results)} rows are collected at once")
     if not first:
         return jaxpr
-    eqns = []
-    for eqn in jaxpr.eqns:
-        eqns += [first[eqn]] if eqn in first else []
-        eqns.append(rows.get(eqn, eqn))
+    eqns = [e for n in jaxpr.eqns for e in (first.get(n), rows.get(n, n)) if e is not None]
     return jaxpr.replace(eqns=eqns)
 
 
@@ -56,11 +54,3 @@ def _axis(eqn: JaxprEqn, shardings: Mapping[Any, Sharding]) -> int | None:
     if len(cut) != 1 or out.aval.shape[cut[0]] != 1 or not here.is_tiling or here.idle:
         return None
     return cut[0] if here.tiles[cut[0]] == here.num_devices else None
-
-
-def _with_a_dim(eqn: JaxprEqn, row: Any, axis: int) -> JaxprEqn:
-    """A row in the place of the slice that it was."""
-    (out,) = eqn.outvars
-    dims = tuple(d for d in range(len(out.aval.shape)) if d != axis)
-    params = {"shape": out.aval.shape, "broadcast_dimensions": dims, "sharding": None}
-    return replacing(eqn, p.broadcast_in_dim_p, [row], out, **params)

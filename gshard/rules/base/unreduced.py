@@ -98,7 +98,8 @@ def _locally(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factor
     wanted, here = found
     moved = [n for n, t in enumerate(tiles) if t.sharding.reduced is not wanted[n]]
     rows = _MaskedRows.of(eqn, tiles, factors)
-    if rows.are_mixed or (moved and _moved(tiles, wanted) > _saved(ctx, eqn, tiles)):
+    mixed = rows.is_product and rows.after is None and not rows.dims  # no other operand tells apart
+    if mixed or (moved and _moved(tiles, wanted) > _saved(ctx, eqn, tiles)):
         return None
     reason, origin = (
         Reason("operand", eqn.primitive.name),
@@ -143,11 +144,6 @@ class _MaskedRows(NamedTuple):
         return _MaskedRows(
             held, product, dims, None if after is None else HeldRows(held.mask, tuple(after))
         )
-
-    @property
-    def are_mixed(self) -> bool:
-        """Whether a product sums some of them that no other operand tells apart."""
-        return self.is_product and self.after is None and not self.dims
 
     def for_product(self, tiles: list[Tile]) -> list[Tile]:
         """Operands with 1 in the place of what others' rows are multiplied by, before a sum."""

@@ -177,3 +177,85 @@ def test_row_maps_of_row_maps_that_stay():
 
     tiles = np.arange(3).reshape(1, 3)
     check(jax.grad(changed), random_array((3, 16)), devices=4, inputs=[tiles], rtol=1e-4)
+
+
+# ---------------------------------------------------------------- fields that a loop holds
+
+POINTS, BETWEEN = random_array((65, 3)), random_array((64, 3), seed=1)
+
+
+def waves(points, between):
+    """Differences of either are added to the other."""
+
+    def step(_, state):
+        points, between = state
+        between = between + 0.5 * (points[1:] - points[:-1])
+        return points.at[1:-1].add(0.5 * (between[1:] - between[:-1])), between
+
+    return jax.lax.fori_loop(0, 10, step, (points, between))
+
+
+def pressures(faces, cells):
+    """The gradient of cells with edges; a loop's constants have as many rows."""
+    weight = jnp.cos(cells)
+
+    def step(state, _):
+        faces, cells = state
+        cells = cells - 0.1 * weight * jnp.diff(faces, axis=0)
+        around = jnp.concatenate([cells[:1], cells, cells[-1:]])
+        return (faces - 0.1 * jnp.diff(around, axis=0), cells), None
+
+    return jax.lax.scan(step, (faces, cells), None, length=10)[0]
+
+
+@pytest.mark.parametrize("fn", [waves, pressures])
+@pytest.mark.parametrize("rows", [64, 61])
+def test_staggered_fields_are_held_in_tiles_that_begin_alike(fn, rows):
+    """Two rows in each step; and all fields move once before the loop, and once after it."""
+    split = even_split(2, 0, 8)
+    args = POINTS[: rows + 1], BETWEEN[:rows]
+    low = check(fn, *args, inputs=[split] * 2, outputs=[split] * 2, rtol=1e-4, atol=1e-4)
+    assert sent(low) <= (10 * 2 + 3 * 7) * 12, low.collectives
+
+
+@pytest.mark.parametrize("tiles", [(2, 4), (4, 2)])
+def test_staggered_fields_in_two_dims(tiles):
+    """Every field has a row or a column less than the points; results are not annotated."""
+
+    def fn(ez, hx, hy):
+        def step(_, state):
+            ez, hx, hy = state
+            hx = hx - 0.5 * (ez[:, 1:] - ez[:, :-1])
+            hy = hy + 0.5 * (ez[1:] - ez[:-1])
+            curl = hy[1:, 1:-1] - hy[:-1, 1:-1] - hx[1:-1, 1:] + hx[1:-1, :-1]
+            return ez.at[1:-1, 1:-1].add(0.5 * curl), hx, hy
+
+        return jax.lax.fori_loop(0, 20, step, (ez, hx, hy))
+
+    args = random_array((33, 17)), random_array((33, 16), seed=1), random_array((32, 17), seed=2)
+    grid = np.arange(8).reshape(tiles)
+    low = check(fn, *args, inputs=[grid] * 3, rtol=1e-3, atol=1e-3)
+    local = -(-33 // tiles[0]), -(-17 // tiles[1])
+    assert sent(low) <= (20 + 10) * 2 * 4 * sum(local), low.collectives
+
+
+def test_the_gradient_of_staggered_fields():
+    def loss(points, between):
+        return sum(jnp.sum(jnp.sin(x)) for x in waves(points, between))
+
+    check(jax.grad(loss, (0, 1)), POINTS, BETWEEN, inputs=[even_split(2, 0, 8)] * 2, rtol=1e-4)
+
+
+def test_fields_that_are_read_otherwise_are_held_as_they_are(tmp_path):
+    """Rows are summed up, and sorted: rows too many would be in the way."""
+
+    def fn(points, between):
+        def step(_, state):
+            points, between = state
+            return points + between.sum(), jnp.sort(between, axis=0)
+
+        return jax.lax.fori_loop(0, 3, step, (points, between))
+
+    low = check(fn, POINTS, BETWEEN, inputs=[even_split(2, 0, 8)] * 2, rtol=1e-4, atol=1e-4)
+    (text,) = (p.read_text() for p in low.dump(tmp_path) if "row_spaces" in p.name)
+    assert "as many rows" not in text
