@@ -106,8 +106,7 @@ def chosen(
         return own
     usable = (n for n in NAMES if n != "interleaved" or microbatches % stages == 0)
     made = (make(name, stages, microbatches) for name in usable)
-    fitting = (each for each in made if len(each.positions) <= layers)
-    options = (balanced(layers, each, costs) for each in fitting)
+    options = (balanced(layers, each, costs) for each in made if len(each.positions) <= layers)
     best = min(options, key=lambda pipe: costs.rank(pipe, limit))
     need = costs.memory(best)
     if own and need <= limit:

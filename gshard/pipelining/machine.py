@@ -39,6 +39,7 @@ class State(NamedTuple):
     scores: Arrays  # sums: scores and gradients of the head's closures; of closures, of weights
     closures: Arrays
     weights: Arrays
+    done: Any = 0  # layers and heads in the tick
 
 
 Carry = tuple[State, Arrays, Arrays]  # between ticks, with what was received, and what leaves
@@ -77,8 +78,9 @@ class Machine:
             message, *_ = state = self.backward(row, state)
             batch = put(batch, self._leaving(message), row.batch)
             for channel, slot in enumerate(row.receive):
-                inbox = put(inbox, self.handed_on(message, channel, row.sends[channel]), slot)
-            return (state._replace(message=[]), inbox, batch), None
+                number = jnp.where(state.done < 0, 0, row.sends[channel])
+                inbox = put(inbox, self.handed_on(message, channel, number), slot)
+            return (state._replace(message=[], done=0), inbox, batch), None
 
         table = np.stack(leaves, -1).astype(np.int32).swapaxes(0, 1)
         devices, schedule = np.arange(self.place.num_devices), self.pipe.schedule
@@ -138,7 +140,7 @@ class Machine:
             found = head.run(*self.arrays[0], *y, *targets, *self.arrays[5])
             own, gradient = cut(found, len(state.scores))
             message, scores = _with_floats(y, gradient), added(state.scores, own)
-            return state._replace(message=message, scores=scores)
+            return state._replace(message=message, scores=scores, done=state.done + 1)
 
         state = self._layers((F, HEAD), row, state, one)
         return self._repeated((HEAD,), row, state, scored) if head else state
@@ -175,23 +177,23 @@ class Machine:
         """`run` for every layer in a tick that does one of `ops`.
 
         First for as many as every such tick has, then for those of some: a GPU waits for the host
-        before every run of a loop whose length is data.
+        before every run of a loop whose length is data. XLA may not see that a single run is number
+        zero: it would do in every tick what depends on nothing else.
         """
-        rows = self.pipe.routes.rows
-        counts = rows.layers[np.isin(rows.op, ops)]
+        counts = self.pipe.routes.rows.layers[np.isin(self.pipe.routes.rows.op, ops)]
         least = int(counts.min(initial=counts.max(initial=0)))
 
         def one(number: Any, state: State) -> State:
-            return run(row.base + (number if F in ops else row.layers - 1 - number), state)
+            layer = row.base + (number if F in ops else row.layers - 1 - number)
+            return run(layer, state._replace(done=state.done + 1))
 
         def first(zero: Any, state: State) -> State:
             return lax.fori_loop(0, least, lambda number, state: one(zero + number, state), state)
 
-        def other(number: Any, state: State) -> State:
-            return one(least + number, state)
-
         state = self._repeated(ops, row, state, first)
-        return self._repeated(ops, row, state, other, lambda row: row.layers - least)
+        return self._repeated(
+            ops, row, state, lambda n, s: one(least + n, s), lambda r: r.layers - least
+        )
 
     def _repeated(
         self, ops: tuple[int, ...], row: Row, state: State, run: Callable[[Any, State], State],
@@ -202,6 +204,8 @@ class Machine:
         A loop of no or one run updates what it changes in place: a conditional would copy what its
         branches return, in ticks of other operations as well. Forecasts count its runs on one
         stage, that with most layers to run of those that do it, and on those that others wait for.
+        Permutes read what is `done`: XLA's CPUs run side by side what no data orders, and a loop's
+        collectives would meet theirs in another order on another device.
         """
 
         def count(row: Row) -> Any:
@@ -231,14 +235,13 @@ class Machine:
         name, sets = list(self.pipe.routes.send.items())[channel]
         if name == LOCAL:
             return sent
-        sends = self.pipe.routes.rows.sends[channel][:, 0]
-        counts = np.bincount(sends, minlength=len(sets)).tolist()
-        by_stage = (
-            [n * (stage in dict(pairs)) for n, pairs in zip(counts, sets, strict=True)]
-            for stage in range(self.pipe.schedule.stages)
-        )
+        counts = np.bincount(self.pipe.routes.rows.sends[channel][:, 0], minlength=len(sets))
+        stages = range(self.pipe.schedule.stages)
+        sending = np.array([[stage in dict(pairs) for pairs in sets] for stage in stages])
+        own = max((counts * sending).tolist(), key=sum)
+        together = {1 << n: count for n, count in enumerate(counts.tolist())}
         reason = Reason("step", "pipeline", f"microbatches handed {name}")
-        size = self.place.num_devices // self.pipe.schedule.stages
+        size = self.place.num_devices // len(stages)
 
         def permute(pairs: Pairs, arrays: Arrays) -> Arrays:
             devices = [(a * size + d, b * size + d) for a, b in pairs for d in range(size)]
@@ -246,9 +249,7 @@ class Machine:
                 return arrays
             return [collectives.collective_permute(self.place, x, devices, reason) for x in arrays]
 
-        with Ticks(
-            tuple(max(by_stage, key=sum)), {1 << n: count for n, count in enumerate(counts)}
-        ).scope():
+        with Ticks(tuple(own), together).scope():
             return lax.switch(number, [functools.partial(permute, pairs) for pairs in sets], sent)
 
 
