@@ -104,15 +104,8 @@ def shifted_pairs(
 ) -> list[tuple[int, int]]:
     """(source, destination): the holder of tile c + shift along `dim` sends to that of tile c."""
     tiles = sharding.tiles[dim]
-    return pairs_along(
-        sharding,
-        dim,
-        [
-            (c + shift, c)
-            for c in range(tiles)
-            if 0 <= c + shift < tiles and (used is None or used[c])
-        ],
-    )
+    near = range(max(0, -shift), min(tiles, tiles - shift))
+    return pairs_along(sharding, dim, [(c + shift, c) for c in near if used is None or used[c]])
 
 
 def pairs_along(

@@ -25,7 +25,7 @@ from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.row_windows import plan_fetch
 from gshard.rules.axis_rows import moves_of
 from gshard.rules.base.primitives import row_map_p
-from gshard.rules.base.rule import Context, Doc, Linear, Rule, Way, register
+from gshard.rules.base.rule import Context, Doc, Linear, Rule, Way, register, rule
 from gshard.rules.base.unreduced import made_alike
 from gshard.rules.base.ways import least, price
 from gshard.rules.painting import Painting, RowMap
@@ -36,6 +36,7 @@ from gshard.tensors.tile import Tile, Tiles, byte_size, row_bytes
 RowMapOf = Callable[[JaxprEqn], RowMap]
 
 
+@rule(tile_p, doc=Doc(free="dims that are not repeated", halo="as copies that are concatenated"))
 def tile_factors(eqn: JaxprEqn) -> Factors:
     """The dims that are not repeated are free."""
     names = [f"d{d}" if n == 1 else None for d, n in enumerate(eqn.params["reps"])]
@@ -277,10 +278,3 @@ _MOVED = Doc(
     gather="few rows to all devices: AllReduce of them; to many tiles: ReduceScatter of them",
 )
 register(row_map_rule(doc=_MOVED), p.concatenate_p, row_map_p, p.slice_p, p.pad_p, p.rev_p)
-register(
-    Rule(
-        tile_factors,
-        doc=Doc(free="dims that are not repeated", halo="as copies that are concatenated"),
-    ),
-    tile_p,
-)

@@ -118,9 +118,7 @@ def conv_factors(eqn: JaxprEqn, split_windows: Collection[int] = ()) -> Factors:
     larger of the two or one of the `split_windows`.
     """
     lhs_spec, rhs_spec, out_spec = eqn.params["dimension_numbers"]
-    (base, kernel), (result,) = (
-        tuple(v.aval.shape for v in vs) for vs in (eqn.invars, eqn.outvars)
-    )
+    base, kernel, result = (v.aval.shape for v in (*eqn.invars, *eqn.outvars))
     rank = len(base)
     by_feature, by_batch = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
     groups = max(by_feature, by_batch)

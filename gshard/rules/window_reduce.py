@@ -245,11 +245,8 @@ def _selected(eqn: JaxprEqn, sharding: Sharding, local: Shape) -> tuple[Reaches,
     for dim, split in enumerate(sharding.splits):
         if not split:
             continue
-        low, stride, size = (
-            params["padding"][dim][0],
-            params["window_strides"][dim],
-            params["window_dimensions"][dim],
-        )
+        low, stride = params["padding"][dim][0], params["window_strides"][dim]
+        size = params["window_dimensions"][dim]
         begin = np.arange(split.tiles) * local[dim]
         end = np.minimum(begin + local[dim], operand[dim])
         first = np.maximum(-(-(begin + low - size + 1) // stride), 0)

@@ -223,8 +223,9 @@ def test_in_a_loop():
 def test_few_copies_are_painted_and_many_are_made_of_a_gathered_tensor():
     x, how = random_array((8, 3)), [ROWS]
     few, many = (lambda x, n=n: jnp.tile(x, (n, 1)) for n in (3, 100))
-    lowered = check(few, x, exact=True, inputs=how, outputs=how)
-    assert sent(lowered) == 3 * 3 * 4  # a row of each copy
+    for fn in (few, lambda x: jnp.concatenate([x] * 3)):
+        lowered = check(fn, x, exact=True, inputs=how, outputs=how)
+        assert sent(lowered) == 3 * 3 * 4  # a row of each copy
     lowered = check(many, x, exact=True, inputs=how, outputs=how)
     assert sent(lowered) == 7 * 3 * 4
 

@@ -82,7 +82,10 @@ class _Padded:
             v in self.sums or (v in self.maps and (not scale or self._pads(v, out))) for v in users
         ):
             return False
-        return scale or all(map(self._is_term, eqn.invars))
+        if scale:
+            return True
+        known = all(a in self.sums or a in self.maps for a in eqn.invars)
+        return known and any(map(self._is_term, eqn.invars))
 
     def _is_term(self, atom: Any) -> bool:
         if atom not in self.maps:

@@ -25,37 +25,15 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
     for layer in apart(layers, result.aval.shape):
         source = layer.source
         if not layer.is_constant and not layer.is_aligned:
-            if not _has_all_dims(layer):
-                rows = Var(source.aval.update(shape=tuple(axis.rows for axis in layer.axes)))
-                before += _slicing(replacing(eqn, row_map_p, [], rows), layer)
-                axes = tuple(axis._replace(dim=d, stride=1) for d, axis in enumerate(layer.axes))
-                source, layer = rows, Layer(rows, (0,) * len(axes), axes)
-            else:
-                before.append(_with_all_dims(eqn, layer))
-                (source,) = before[-1].outvars
-                base = tuple(0 if a.dim is None else layer.base[a.dim] for a in layer.axes)
-                axes = tuple(axis._replace(dim=d) for d, axis in enumerate(layer.axes))
-                layer = Layer(source, base, axes)
+            rows = Var(source.aval.update(shape=tuple(axis.rows for axis in layer.axes)))
+            before += _slicing(replacing(eqn, row_map_p, [], rows), layer)
+            axes = tuple(axis._replace(dim=d, stride=1) for d, axis in enumerate(layer.axes))
+            source, layer = rows, Layer(rows, (0,) * len(axes), axes)
         key = id(source) if isinstance(source, Literal) else source
         number, _ = operands.setdefault(key, (len(operands), source))
         numbered.append(layer.of(number))
     operands_of_map, layers = [source for _, source in operands.values()], tuple(numbered)
     return [*before, replacing(eqn, row_map_p, operands_of_map, result, layers=layers)]
-
-
-def _has_all_dims(layer: Layer) -> bool:
-    """Whether a reshape of a layer's source has the result's dims, none of which is repeated."""
-    dims = [axis.dim for axis in layer.axes if axis.dim is not None]
-    repeated = any(axis.dim is None and axis.rows > 1 for axis in layer.axes)
-    lost = (n for d, n in enumerate(layer.source.aval.shape) if d not in dims)
-    return not repeated and dims == sorted(dims) and all(n == 1 for n in lost)
-
-
-def _with_all_dims(eqn: JaxprEqn, layer: Layer) -> JaxprEqn:
-    """The equation that gives a source dims of size 1 where the result has others."""
-    source = layer.source.aval
-    shape = tuple(1 if a.dim is None else source.shape[a.dim] for a in layer.axes)
-    return reshaped(eqn, layer.source, Var(source.update(shape=shape)))
 
 
 def reshaped(eqn: JaxprEqn, source: Any, result: Any) -> JaxprEqn:
@@ -77,20 +55,23 @@ def _slicing(eqn: JaxprEqn, layer: Layer) -> list[JaxprEqn]:
         strides.append(abs(axis.stride))
         turned += [d] if axis.stride < 0 else []
     shape = tuple(-(-(b - a) // s) for a, b, s in zip(firsts, limits, strides, strict=True))
-    steps = None if set(strides) <= {1} else tuple(strides)
+    steps, source, made = None if set(strides) <= {1} else tuple(strides), layer.source, []
     params = {"start_indices": tuple(firsts), "limit_indices": tuple(limits), "strides": steps}
-    made = [replacing(eqn, p.slice_p, [layer.source], Var(aval.update(shape=shape)), **params)]
+    if shape != aval.shape or shape == result.aval.shape:
+        made = [replacing(eqn, p.slice_p, [source], Var(aval.update(shape=shape)), **params)]
+        (source,) = made[0].outvars
     if turned:
-        (source,), after = made[-1].outvars, Var(aval.update(shape=shape))
+        after = Var(aval.update(shape=shape))
         made.append(replacing(eqn, p.rev_p, [source], after, dimensions=tuple(turned)))
+        source = after
     if shape == result.aval.shape:
         made[-1] = made[-1].replace(outvars=[result])
         return made
     if all(axis.dim is not None or axis.rows == 1 for axis in layer.axes):
-        return [*made, reshaped(eqn, made[-1].outvars[0], result)]
+        return [*made, reshaped(eqn, source, result)]
     # A dim that the source has not: a lookup at known places, the same for all rows of a batch.
     dims = tuple(d for d, axis in enumerate(layer.axes) if axis.dim is not None)
     window = Var(aval.update(shape=tuple(layer.axes[d].rows for d in dims)))
-    made.append(reshaped(eqn, made[-1].outvars[0], window))
+    made.append(reshaped(eqn, source, window))
     params = {"shape": result.aval.shape, "broadcast_dimensions": dims, "sharding": None}
     return [*made, replacing(eqn, p.broadcast_in_dim_p, [window], result, **params)]

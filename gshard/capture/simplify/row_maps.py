@@ -18,13 +18,7 @@ from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var, split_p, tile_p
-from gshard.capture.simplify.known_windows import (
-    COMBINING,
-    batched,
-    gathered,
-    scattered,
-    without_updates,
-)
+from gshard.capture.simplify import known_windows
 from gshard.capture.simplify.padded_sums import distributed
 from gshard.capture.simplify.painting import painting, reshaped
 from gshard.capture.simplify.passes import in_every_body
@@ -45,7 +39,7 @@ def composed(graph: Graph, near: Near | None = None) -> list[JaxprEqn]:
     """
     if not any(eqn.primitive in _REWRITTEN for eqn in graph.eqns):
         return graph.eqns
-    eqns = live(list(_plain(without_updates(graph), graph)), graph.results)
+    eqns = live(list(_plain(known_windows.without_updates(graph), graph)), graph.results)
     graph = Graph(eqns, graph.results, graph.known)
     origins = Origins(graph, near)
     if near is None:  # later, windows may have been made larger on purpose
@@ -79,14 +73,18 @@ def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
             yield from _slices(eqn)
             continue
         if eqn.primitive in _INDEXED:
-            yield from batched(eqn, graph)
+            yield from known_windows.batched(eqn, graph)
             continue
         if eqn.primitive is tile_p:
             yield from _copies(eqn)
             continue
-        if eqn.primitive is p.reduce_sum_p:  # of a gradient of a broadcast, or of an empty slice
-            yield _without_sum(eqn)
-            continue
+        if eqn.primitive is p.reduce_sum_p:
+            (source,), aval = eqn.invars, eqn.outvars[0].aval
+            if source.aval.size == aval.size:  # of a gradient of a broadcast
+                eqn = reshaped(eqn, source, eqn.outvars[0])
+            elif not source.aval.size:  # of an empty slice
+                zero = Literal(np.zeros((), aval.dtype), aval.update(shape=(), weak_type=False))
+                eqn = filling(eqn, zero, eqn.outvars[0])
         if eqn.primitive in (p.slice_p, p.pad_p):
             (out,), source = eqn.outvars, eqn.invars[0]
             widths = [c for around in eqn.params.get("padding_config", ()) for c in around]
@@ -108,15 +106,6 @@ def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
         yield eqn
 
 
-def _without_sum(eqn: JaxprEqn) -> JaxprEqn:
-    """A sum, as a reshape or as zeros where it adds up single elements, or none."""
-    (source,), (out,) = eqn.invars, eqn.outvars
-    if source.aval.size == 0 < out.aval.size:
-        zero = np.zeros((), out.aval.dtype)
-        return filling(eqn, Literal(zero, out.aval.update(shape=(), weak_type=False)), out)
-    return reshaped(eqn, source, out) if source.aval.size == out.aval.size else eqn
-
-
 def _slices(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """The parts of a split."""
     (source,), at, dim = eqn.invars, 0, eqn.params["axis"]
@@ -134,11 +123,8 @@ def _copies(eqn: JaxprEqn) -> list[JaxprEqn]:
         return [eqn]
     layers = [entire(source, shape)]
     for d, number in enumerate(reps):
-        layers = [
-            layer.along(d, Axis(k * shape[d], shape[d], d))
-            for layer in layers
-            for k in range(number)
-        ]
+        places = [Axis(k * shape[d], shape[d], d) for k in range(number)]
+        layers = [layer.along(d, axis) for layer in layers for axis in places]
     return painting(eqn, layers)
 
 
@@ -155,7 +141,7 @@ def _composed(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn]:
         moved = _is_shift(resolved) or origins.are_near(resolved, eqn.outvars[0])
         return painting(eqn, resolved) if moved and not same else [eqn]
     plain = eqn.primitive is row_map_p or (
-        eqn.primitive is p.concatenate_p and len(layers) == len(eqn.invars)  # none is empty
+        eqn.primitive is p.concatenate_p and len(layers) == len({*eqn.invars})  # none is empty
     )
     return [eqn] if resolved == layers and plain else painting(eqn, resolved)
 
@@ -336,7 +322,7 @@ def _of_update(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers |
     operand = eqn.invars[0]
     if eqn.params["update_jaxpr"] is not None:  # the update is combined with the old value
         return None
-    layers = scattered(eqn, graph) or ()
+    layers = known_windows.scattered(eqn, graph) or ()
     if not layers or not all(a.is_apart_from(b) for a, b in itertools.combinations(layers, 2)):
         return None
     return visible([entire(operand, operand.aval.shape), *layers])
@@ -370,13 +356,13 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
     p.squeeze_p: _of_reshape,
     p.broadcast_in_dim_p: _of_broadcast,
     p.convert_element_type_p: _of_number,
-    p.gather_p: lambda e, result, graph, maps: gathered(e, graph),
+    p.gather_p: lambda e, result, graph, maps: known_windows.gathered(e, graph),
     p.scatter_p: _of_update,
     p.add_p: _of_sum,
     p.add_jaxvals_p: _of_sum,
 }
-_REWRITTEN = {*_MAPS, *COMBINING, split_p, tile_p}
-_INDEXED = (p.gather_p, p.scatter_p, *COMBINING)
+_REWRITTEN = {*_MAPS, *known_windows.COMBINING, split_p, tile_p}
+_INDEXED = (p.gather_p, p.scatter_p, *known_windows.COMBINING)
 _SUMS = (p.add_p, p.add_jaxvals_p)
 _MOVING = (p.slice_p, p.pad_p, p.rev_p)
 _VIEWS = (p.reshape_p, p.squeeze_p, p.broadcast_in_dim_p, p.convert_element_type_p)

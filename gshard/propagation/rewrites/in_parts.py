@@ -132,14 +132,10 @@ class _InParts:
             if isinstance(source, Literal) or source not in self.parts:
                 return None
             axis, first = layer.axes[dim], layer.base[dim]
-            kept = all(
-                layer.keeps(d, n, source.aval.shape) for d, n in enumerate(shape) if d != dim
-            )
-            if (
-                not kept
-                or not axis.is_run
-                or any(n % self.rows for n in (axis.at, first, axis.rows))
-            ):
+            own = source.aval.shape
+            kept = all(layer.keeps(d, n, own) for d, n in enumerate(shape) if d != dim)
+            cut = any(n % self.rows for n in (axis.at, first, axis.rows))
+            if not kept or not axis.is_run or cut:
                 return None
             for k in range(axis.rows // self.rows):
                 part = self.parts[source].vars[first // self.rows + k]

@@ -101,10 +101,8 @@ def _locally(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factor
     mixed = rows.is_product and rows.after is None and not rows.dims  # no other operand tells apart
     if mixed or (moved and _moved(tiles, wanted) > _saved(ctx, eqn, tiles)):
         return None
-    reason, origin = (
-        Reason("operand", eqn.primitive.name),
-        next(t.origin for t in tiles if t.is_unreduced),
-    )
+    reason = Reason("operand", eqn.primitive.name)
+    origin = next(t.origin for t in tiles if t.is_unreduced)
     tiles = [ctx.reshard(t, wanted[n], reason) if n in moved else t for n, t in enumerate(tiles)]
     if tiles[0].is_blank:
         return Tile.blank(here, shape, eqn.outvars[0].aval.dtype, origin, rows.after)

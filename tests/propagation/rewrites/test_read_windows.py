@@ -2,6 +2,8 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
@@ -26,6 +28,70 @@ def test_gradients_of_convolutions_of_padded_tensors_send_border_rows():
 
     low = check(jax.value_and_grad(two), KERNEL, X, inputs=[None, even_split(4, 1, 8)], rtol=1e-4)
     assert sent(low) == 6 * X[:, :1].nbytes + 2 * 7 / 8 * KERNEL.nbytes + 7, low.collectives
+
+
+# How a tensor is padded, and how many rows more the gradient sends.
+PADDED = {
+    "edge": (lambda q: jnp.pad(q, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="edge"), 0),
+    "reflect": (lambda q: jnp.pad(q, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect"), 0),
+    "symmetric": (lambda q: jnp.pad(q, ((0, 0), (1, 1), (0, 0), (0, 0)), mode="symmetric"), 0),
+    "wrap": (lambda q: jnp.pad(q, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="wrap"), 2),
+    "circle": (lambda q: jnp.concatenate([q[:, -1:], q, q[:, :1]], 1), 2),
+    "below": (lambda q: jnp.concatenate([q, q[:, -1:], q[:, -1:] * 0], 1), 0),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("rows", [64, 61])
+def test_rows_at_borders_are_computed_in_the_tiles_that_have_them(name, rows):
+    """Two rows of the tensor, two of the gradient; around a circle, two that go around."""
+    pad, more = PADDED[name]
+
+    def loss(x, kernel):
+        y = lax.conv_general_dilated(pad(x), kernel, (1, 1), "VALID", dimension_numbers=NUMBERS)
+        return jnp.sum(jnp.tanh(y))
+
+    x = X[:, :rows]
+    how = {"inputs": [even_split(4, 1, 8)], "rtol": 1e-4, "atol": 1e-4}
+    low = check(jax.grad(loss, (0, 1)), x, KERNEL, **how)
+    if rows == 64:
+        assert sent(low) <= (4 + more) * x[:, :1].nbytes + 1.1 * 2 * 7 / 8 * KERNEL.nbytes
+
+
+@pytest.mark.parametrize("grid", [(2, 4), (4, 2)])
+@pytest.mark.parametrize("mode", ["edge", "wrap"])
+def test_where_rows_and_columns_are_split(mode, grid):
+    """Corners are of both borders: the convolution stays as it is."""
+    tiles = np.arange(8).reshape(1, *grid, 1)
+
+    def loss(x):
+        q = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), mode=mode)
+        y = lax.conv_general_dilated(q, KERNEL, (1, 1), "VALID", dimension_numbers=NUMBERS)
+        return jnp.sum(jnp.tanh(y))
+
+    check(jax.grad(loss), X, inputs=[tiles], rtol=1e-4, atol=1e-4)
+
+
+@given(
+    st.sampled_from(["edge", "reflect", "wrap"]),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.integers(1, 5),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.sampled_from([1, 2]),
+    st.sampled_from([16, 21]),
+)
+def test_any_padding_of_any_convolution(mode, around, taps, stride, dilation, groups, rows):
+    x, kernel = random_array((1, rows, 3, 2)), random_array((taps, 1, 2 // groups, 2))
+
+    def loss(x, kernel):
+        q = jnp.pad(x, ((0, 0), around, (0, 0), (0, 0)), mode=mode)
+        y = lax.conv_general_dilated(
+            q, kernel, (stride, 1), "VALID", (1, 1), (dilation, 1), NUMBERS, groups
+        )
+        return jnp.sum(jnp.sin(y))
+
+    check(jax.grad(loss, (0, 1)), x, kernel, inputs=[even_split(4, 1, 8)], rtol=1e-4, atol=1e-4)
 
 
 def test_single_rows_that_are_read_apart():
