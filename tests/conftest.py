@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items):
     """Tests of a file share what was lowered, compiled or trained, and run in one process.
 
     Those of translation, some of which wait for other processes, come first: they do so while
-    others compute. A function with several cases runs the first of every six; the others are slow
+    others compute. A function with several cases runs the first of every ten; the others are slow
     tests. Slow tests but those of translation run wherever a process is free, before quick ones.
     """
     families = collections.Counter()
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(items):
         slow = item.get_closest_marker("slow") is not None
         if place.parts[0] in COMPILING and not slow:
             family = item.nodeid.partition("[")[0]
-            if slow := families[family] % 6 > 0:
+            if slow := families[family] % 10 > 0:
                 item.add_marker(pytest.mark.slow)
             families[family] += 1
         if not slow or place.parts[0] == "mt":
