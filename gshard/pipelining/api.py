@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,8 @@ def pipeline(
     runs, wrong = list[_Run](), ValueError()
     try:
         stages = stages if stages == "auto" else _number(stages, "stages")
+        if targets is not None and head is None:
+            raise ValueError("targets are given, and no head that reads them")
         for count in _counts(microbatches, x, targets):
             try:
                 run = _Run(block, weights, x, head, targets, count)
@@ -93,18 +95,15 @@ def _counts(microbatches: int | str, x: Tree, targets: Tree) -> Sequence[int]:
         most = min(rows, 8 * devices_of_trace()) if devices_of_trace() > 1 else 1
         return [n for n in range(1, most + 1) if rows % n == 0]
     count = _number(microbatches, "microbatches")
-    if count < 1:
-        raise ValueError(f"microbatches={count}: at least 1 is allowed")
     if rows % count:
         raise ValueError(f"the {rows} rows of x do not divide into {count} microbatches")
     return [count]
 
 
 def _number(value: Any, name: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name}={value!r}: allowed are a number, and 'auto'") from None
+    if not isinstance(value, SupportsIndex) or operator.index(value) < 1:
+        raise ValueError(f"{name}={value!r}: allowed are numbers from 1 on, and 'auto'")
+    return operator.index(value)
 
 
 def _given(schedule: str | Schedule, stages: int | str, microbatches: int) -> Schedule | None:
@@ -170,9 +169,9 @@ class _Run:
         """The schedule that is given, or the best one; `rank` is least for the best of several."""
         self.devices = devices = devices_of_trace()
         number, layers = 1 if isinstance(stages, str) else stages, self.depth
-        if number < 1 or (devices > 1 and devices % number):
+        if devices > 1 and devices % number:
             allowed = f"{stages} stages on {devices} devices; allowed are divisors of {devices}"
-            raise ValueError(allowed if number > 0 else f"stages={stages}: at least 1 is allowed")
+            raise ValueError(allowed)
         parts = len(given.positions) if given else number
         if layers < parts:
             raise ValueError(

@@ -58,7 +58,7 @@ def summary(layout: Any) -> str:
     """The mesh, the figures, and the annotations with what each saves: those of tensors of one
     shape that are sharded alike in one line, as of equal layers."""
     mesh = " x ".join(f"{name}={n}" for name, n in layout.mesh.items())
-    mesh += f", pipelines in {layout.stages} stages" if layout.stages else ""
+    mesh += f", pipelines in {counted(layout.stages, 'stage')}" if layout.stages else ""
     lines = [
         f"mesh {mesh} on {layout.devices} x {layout.hardware}",
         f"forecast: {duration(layout.seconds)} per step, {size(layout.memory_bytes)} per device",
