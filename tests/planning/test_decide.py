@@ -27,7 +27,9 @@ def assert_decided_as_chosen(monkeypatch, lower):
         if not isinstance(way.how, gshard.Sharding):  # of a slice, gathered for others
             choice = Choice(self.found, self.uses, self.unreduced, self.mover, self.memory_limit)
             choice.now, choice.tiles = self.uses.numbers[eqn], self.tiles
-            assert way == choice.cheapest(eqn, rule, tiles, targets)
+            chosen = choice.cheapest(eqn, rule, tiles, targets)
+            # One in place is known from another program, which may have had other costs.
+            assert way._replace(work=chosen.work) == chosen
             seen.append(eqn)
         return way
 
