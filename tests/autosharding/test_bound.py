@@ -184,6 +184,7 @@ def test_a_bound_that_the_best_layout_meets(devices):
     _check(("met", fn, (struct(16_384, 64), struct(64, 1024), struct(64, 64))), devices)
 
 
+@pytest.mark.slow
 def test_the_best_layout_may_be_that_of_one_argument():
     """What the model annotates inside is no good start: there it takes all rows to be uneven."""
 
