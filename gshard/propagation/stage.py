@@ -17,7 +17,6 @@ from gshard.propagation.rewrites.blocked_scans import block_scans
 from gshard.propagation.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.propagation.rewrites.in_parts import compute_in_parts
 from gshard.propagation.rewrites.merged_dims import undo_merges
-from gshard.propagation.rewrites.read_windows import compute_what_is_read
 from gshard.propagation.rewrites.ring_attention import ring_attention
 from gshard.propagation.rewrites.row_spaces import choose_row_spaces
 from gshard.propagation.rewrites.rows_of_stacks import unstack_rows
@@ -32,7 +31,6 @@ REWRITES: dict[str, tuple[Rewrite, str]] = {
     "batch_alike": (batch_alike, "not applied: no equal computations would cost less as one"),
     "unstack_rows": (unstack_rows, "not applied: no device has rows of a stack that all read"),
     "compute_in_parts": (compute_in_parts, "not applied: no tiles move to be concatenated"),
-    "compute_what_is_read": (compute_what_is_read, "not applied: all rows are read"),
     "choose_row_spaces": (choose_row_spaces, "not applied: no rows would stay in their tiles"),
     "exchange_by_expert": (
         lambda jaxpr, shardings, limit, remarks: exchange_by_expert(

@@ -13,6 +13,7 @@ for each window of it.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from gshard.capture.simplify.row_maps import Origins, composed
 from gshard.graph import Graph, at_every_level, live, replacing
 from gshard.graph.row_map import Axis, Layer, constant, entire, through, visible
 from gshard.graph.source import source_of
+from gshard.propagation.convolutions import can_run, in_place, is_convolution
 from gshard.propagation.spaces import (
     Place,
     Space,
@@ -139,6 +141,7 @@ class _RowSpaces:
             if a.aval.shape == eqn.outvars[0].aval.shape
         ]
         made = {out for out, _ in edges}
+        made |= {eqn.outvars[0] for eqn in self.graph.eqns if is_convolution(eqn)}
         for out, a in edges:
             if a in made:
                 self._join(a, out)
@@ -163,10 +166,14 @@ class _RowSpaces:
             if out in self.alone and not any(able):
                 self.alone.update(_tensors(eqn))  # it stays as it is
             return
-        if asked and out is not None and _is_by_element(eqn):
-            places = self._chosen(asked, out)
-            if out not in self.alone or all(fits(out, place) for place in places):
+        if asked and out is not None and _is_member(eqn):
+            places, by_element = self._chosen(asked, out), _is_by_element(eqn)
+            runs = by_element or can_run(eqn, places, self.splits)
+            if runs and (out not in self.alone or all(fits(out, place) for place in places)):
                 self.places[out] = places
+                if not by_element:
+                    self.alone.update(_tensors(eqn))
+                    return
                 scalars = (a for a in eqn.invars if not a.aval.shape)
                 self.alone.update(a for a in scalars if not isinstance(a, Literal))
                 for a in _tensors(eqn):
@@ -192,7 +199,7 @@ class _RowSpaces:
         """Where the rows of a layer's source are in a space in which there are those of `out`."""
         source, spaces, found = layer.source, dict(place), dict[int, Space]()
         maker = None if source in self.rejected else self.graph.maker(source)
-        if maker is None or not _is_by_element(maker) or not layer.is_aligned:
+        if maker is None or not _is_member(maker) or not layer.is_aligned:
             return None
         for d, split in enumerate(self.splits[out]):
             n, axis = source.aval.shape[d], layer.axes[d]
@@ -278,6 +285,11 @@ class _RowSpaces:
 
     def _computed(self, eqn: JaxprEqn, out: Any) -> Iterator[JaxprEqn]:
         for place in self.places[out]:
+            if is_convolution(eqn):
+                yield from in_place(
+                    eqn, place, self._copy(out, place), functools.partial(self._painted, eqn)
+                )
+                continue
             operands = []
             for a in eqn.invars:
                 if not isinstance(a, Literal) and a.aval.shape:
@@ -313,13 +325,18 @@ class _RowSpaces:
             if options:
                 found.append(max(options, key=rank))
         self._reads(self.after, a, found, copy)
-        zero = Literal(np.zeros((), a.aval.dtype), a.aval.update(shape=(), weak_type=False))
         shape = copy.aval.shape
-        found = list(visible([constant(zero, shape), *found]))
         if len(found) == 1 and found[0].is_all(shape) and found[0].source.aval.shape == shape:
             self.copies[a, place] = found[0].source
         else:
-            yield from painting(replacing(eqn, row_map_p, [], copy), found)
+            yield from _in_zeros(eqn, copy, found)
+
+    def _painted(self, eqn: JaxprEqn, result: Any, layers: Sequence[Layer]) -> Iterator[JaxprEqn]:
+        """The equations of rows under the windows of a border."""
+        if (source := layers[0].source) in self.splits:
+            self.splits.setdefault(result, self.splits[source])
+            self._reads(self.after, eqn.outvars[0], layers, result)
+        yield from _in_zeros(eqn, result, layers)
 
     def _options(self, layer: Layer) -> Iterator[Layer]:
         """A layer in terms of each of the tensors that are computed in the place of its source."""
@@ -335,7 +352,7 @@ class _RowSpaces:
     def _reads(self, reads: Reads, var: Any, layers: Sequence[Layer], result: Any) -> None:
         """Note the rows that a tensor reads, in the account of the group of `var`."""
         for layer in layers:
-            if not layer.is_constant:
+            if layer.size and not layer.is_constant:
                 key = (layer.source, result.aval.shape, self.splits[result])
                 reads.setdefault(self._group(var), {}).setdefault(key, []).append(layer)
 
@@ -375,6 +392,18 @@ def _is_by_element(eqn: JaxprEqn) -> bool:
         return False
     shape = eqn.outvars[0].aval.shape
     return bool(shape) and not eqn.effects
+
+
+def _is_member(eqn: JaxprEqn) -> bool:
+    """Whether an equation is computed in the places where its rows are read."""
+    return _is_by_element(eqn) or is_convolution(eqn)
+
+
+def _in_zeros(eqn: JaxprEqn, result: Any, layers: Sequence[Layer]) -> Iterator[JaxprEqn]:
+    """The equations of windows in zeros."""
+    zero = Literal(np.zeros((), result.aval.dtype), result.aval.update(shape=(), weak_type=False))
+    found = visible([constant(zero, result.aval.shape), *layers])
+    yield from painting(replacing(eqn, row_map_p, [], result), found)
 
 
 def _is_border(axis: Axis, at: int, space: Space) -> bool:
