@@ -17,7 +17,7 @@ from gshard import _jax
 from gshard.autosharding.budget import WORK, Clock
 from gshard.autosharding.cost import MeshShape, Spec, sharding_of, specs_of
 from gshard.autosharding.cost.lower_bound import LowerBoundBuilder
-from gshard.autosharding.cost.model import MeshProblem, build
+from gshard.autosharding.cost.model import MeshProblem, ModelBuilder
 from gshard.autosharding.cost.strategies import PICO
 from gshard.autosharding.layers import transferred
 from gshard.autosharding.layout import Layout
@@ -177,7 +177,7 @@ class Evaluator:
                 break
             clock.charge(work)
             given = (limit, paired, self.donates)
-            model = build(subject, mesh, self.machine, *given)
+            model = ModelBuilder(subject, mesh, self.machine, *given).built()
             share = clock.part(clock.left if number else 2 / 3 * clock.left)
             result = solve_near_limit(model.problem, share, needed and not number)
             if result.answer is None:

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
-from gshard.graph.kinds import APART, PRODUCTS, REDUCTIONS
+from gshard.graph.kinds import ALIASES, APART, PRODUCTS, REDUCTIONS
 from gshard.graph.regions import LOOPS, with_calls_inlined
 from gshard.graph.source import source_of
 from gshard.moving.inventory import transfers
@@ -43,6 +43,12 @@ class Op:
     def name(self) -> str:
         """The primitive's name."""
         return self.primitive.name
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it computes nothing: a product with one, as of a gradient, neither."""
+        ones = (isinstance(a, Literal) and a.val == 1 for a in self.eqn.invars)
+        return self.primitive in ALIASES or (self.primitive is p.mul_p and any(ones))
 
     @property
     def reduces(self) -> bool:
@@ -90,6 +96,17 @@ class DeviceOperator:
         """Whether its results may take the buffers of operands that nothing reads afterwards."""
         aliases = bool(self.root.eqn.params.get("input_output_aliases"))  # of a kernel
         return self.root.joins or self.root.primitive in _IN_PLACE or aliases
+
+    @property
+    def carried(self) -> list[tuple[Any, Any]]:
+        """What a loop starts with, and ends with, where it starts with a variable."""
+        if self.loop is None or self.root.primitive is p.cond_p:
+            return []
+        reads, eqn = iter(self.root.reads), self.root.eqn
+        given = [None if isinstance(v, Literal) else next(reads, None) for v in eqn.invars]
+        first, count = self.loop.scan or (-len(self.writes), None)
+        pairs = zip(given[first:], self.writes[:count], strict=False)
+        return [(old, new) for old, new in pairs if old is not None]
 
     @property
     def source(self) -> str:

@@ -255,10 +255,6 @@ _KINDS = {
 }  # words of JAX's `device_kind`; the first match counts
 
 
-def _names(kind: type) -> set[str]:
-    return {f.name for f in fields(kind)}
-
-
 def _check(path: Path, given: set[str], allowed: set[str], needed: set[str]) -> None:
     if unknown := given - allowed:
         raise ValueError(f"{path}: {', '.join(sorted(unknown))} is not one of {sorted(allowed)}")

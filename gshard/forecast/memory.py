@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
-from jax.extend.core import primitives as p
 
 from gshard.forecast.compilers import Compiler, Places
 from gshard.forecast.dataflow import Body, DeviceOperator
@@ -128,10 +127,8 @@ def _in_results(body: Body, scan: Scan | None) -> set[Any]:
         found = {*results[: scan[1]], *(v for v in results[scan[1] :] if v not in alone)}
     later = set[Any]()
     for operator in reversed(body.operators):  # a loop updates what it carries in place
-        if operator.root.primitive in (p.scan_p, p.while_p):
-            pairs = zip(operator.root.reads[::-1], operator.root.writes[::-1], strict=False)
-            carried = ((body.stands_for(old), old.aval, new) for old, new in pairs)
-            found |= {v for v, t, new in carried if new in found and t == new.aval} - later
+        carried = ((body.stands_for(old), new) for old, new in operator.carried if new in found)
+        found |= {v for v, new in carried if size_of(v) == size_of(new)} - later
         later.update(operator.reads)
     return found
 

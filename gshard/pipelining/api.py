@@ -197,7 +197,7 @@ class _Run:
         try:
             head = self.head and with_gradients(self.head, len(operands[0]) + len(operands[3]))
             layer = self._layer
-        except (NotImplementedError, ValueError):  # has no derivative, but may run forward
+        except (NotImplementedError, ValueError):  # no derivative: forward passes alone
             nothing = jax.make_jaxpr(lambda: ())()
             head, layer = self.head, Passes(self.block, nothing, nothing)
         costs = Costs.of(layer, head, counts, machine, share)

@@ -31,9 +31,9 @@ _FIRST = {"allow_negative_indices": False}  # no kernels that add to an index
 
 
 class State(NamedTuple):
-    """What the operation of a tick changes: the message, and the rest, which waits for others."""
+    """What the operation of a tick reads and changes."""
 
-    message: Arrays  # received, then handed on: an input of the next layers, or its gradient
+    message: Arrays  # received, then sent: an input of the next layers, or its gradient
     saved: Arrays  # slots: residuals, what weight gradients need
     kept: Arrays
     scores: Arrays  # sums: scores and gradients of the head's closures; of closures, of weights
@@ -174,11 +174,11 @@ class Machine:
     def _layers(
         self, ops: tuple[int, ...], row: Row, state: State, run: Callable[[Any, State], State]
     ) -> State:
-        """`run` for every layer in a tick that does one of `ops`.
+        """`run` for every layer of this tick's operation, if that is one of `ops`.
 
-        First for as many as every such tick has, then for those of some: a GPU waits for the host
-        before every run of a loop whose length is data. XLA may not see that a single run is number
-        zero: it would do in every tick what depends on nothing else.
+        One loop has the constant number of layers that every such tick has, one the others: a GPU
+        waits for the host in every run of a loop whose length is data. XLA may not see that a layer
+        is always number zero: it would hoist what depends on nothing else into every tick.
         """
         counts = self.pipe.routes.rows.layers[np.isin(self.pipe.routes.rows.op, ops)]
         least = int(counts.min(initial=counts.max(initial=0)))

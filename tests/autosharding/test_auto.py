@@ -14,7 +14,7 @@ import gshard
 from gshard.autosharding.auto import _Chooser
 from gshard.autosharding.budget import bytes_of
 from gshard.autosharding.cost import mesh_shapes, sharding_of, specs_of
-from gshard.autosharding.cost.model import build
+from gshard.autosharding.cost.model import ModelBuilder
 from gshard.autosharding.layout.annotations import AnnotatedInside
 from gshard.autosharding.traced import TracedProgram
 from gshard.capture.inside import places
@@ -183,7 +183,7 @@ def test_the_best_of_all_layouts_of_a_product(batch, features, hidden, devices):
 def test_an_annotation_in_the_program_is_kept():
     args = arguments(16)
     subject = TracedProgram.of(data_parallel, args, 8)
-    model = build(subject, (8,), hardware("h100"), 1e12)
+    model = ModelBuilder(subject, (8,), hardware("h100"), 1e12).built()
     assert any(np.isinf(c).any() for c in model.problem.costs)
     layout = gshard.auto(data_parallel, *args, devices=8, hardware="h100")
     assert layout.lowered.collectives  # gradients of the weights are summed, if nothing else

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gshard.autosharding.budget import Clock
 from gshard.autosharding.cost import sharding_of, specs_of
-from gshard.autosharding.cost.model import build
+from gshard.autosharding.cost.model import ModelBuilder
 from gshard.autosharding.cost.strategies import PICO
 from gshard.autosharding.evaluate import Deviations, Evaluator, ModelAnswer
 from gshard.autosharding.solver import solve
@@ -39,7 +39,7 @@ def attend(x, wq, wk, wo):
 def chosen(fn, *args, limit=H100.memory):
     """The evaluator of a program, and the answer on a mesh of one axis."""
     subject = TracedProgram.of(fn, args, 8)
-    model = build(subject, MESH, H100, limit)
+    model = ModelBuilder(subject, MESH, H100, limit).built()
     result = solve(model.problem)
     evaluator = Evaluator(subject, H100, limit, {}, Clock(100.0, counted=True))
     peak = float(model.problem.memory.profile(result.answer).max())

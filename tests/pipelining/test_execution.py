@@ -168,12 +168,12 @@ def test_memory_is_constant_in_the_microbatches():
     found = {}
     for name in ("gpipe", "1f1b", "zb-h1"):
         for microbatches in (8, 32):
-            arguments = make_dense(layers=4, width=32, batch=8 * microbatches)
+            arguments = make_dense(layers=4, width=32, batch=4 * microbatches)
             loss = piped(dense, stages=4, microbatches=microbatches, schedule=name)
             step = gshard.jit(jax.value_and_grad(loss), devices=jax.devices()[:4])
             lowered = step.lower(*arguments)
             temporary = lowered.compile().memory_analysis().temp_size_in_bytes
-            batch = 8 * microbatches * 32 * 4
+            batch = 4 * microbatches * 32 * 4
             found[name, microbatches] = temporary - 4 * batch
             forecast = lowered.forecast("cpu").memory.temporary
             assert forecast == pytest.approx(temporary, rel=0.1), (name, microbatches)

@@ -106,24 +106,13 @@ class MeshProblem:
         return {v for v, copy, _ in copies if (free[copy.first : copy.last + 1] < 0).any()}
 
 
-def build(
-    subject: TracedProgram,
-    mesh: MeshShape,
-    hardware: Hardware,
-    limit: float,
-    paired: Collection[Any] = (),
-    donated: bool = False,
-) -> MeshProblem:
-    """The problem of a program on one mesh, with so many bytes on each device.
-
-    A result that is the argument of the next call is resharded for it where the two differ, and
-    takes its place if it is `donated`. `paired` are tensors whose copies count in the limit.
-    """
-    return ModelBuilder(subject, mesh, hardware, limit, paired, donated).built()
-
-
 class ModelBuilder:
-    """Builds the problem of a program from the prices of its operators."""
+    """Builds the problem of a program on one mesh from the prices of its operators.
+
+    Each device has `limit` bytes. A result that is the argument of the next call is resharded for
+    it where the two differ, and takes its place if it is `donated`. `paired` are tensors whose
+    copies count in the limit.
+    """
 
     slices_stay = True  # a scan takes and stacks slices as they are: what moves is the slice
 

@@ -16,7 +16,6 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard.forecast.dataflow import Body, DeviceOperator, Equations, Op
-from gshard.graph.kinds import ALIASES
 
 DEAR = {
     p.exp_p, p.exp2_p, p.expm1_p, p.log_p, p.log1p_p, p.pow_p, p.sqrt_p, p.rsqrt_p, p.cbrt_p,
@@ -57,7 +56,7 @@ class Dataflow:
         self.alias = {
             new: old
             for op in ops
-            if op.primitive in ALIASES or self.folded.intersection(op.writes)
+            if op.is_view or self.folded.intersection(op.writes)
             if len(op.reads) == len(op.writes)
             for new, old in zip(op.writes, op.reads, strict=True)
         }

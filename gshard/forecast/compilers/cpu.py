@@ -38,7 +38,10 @@ class CPU(Compiler):
 
     def prepare(self, ops: list[Op], outputs: list[Any], devices: int) -> Equations:
         """The equations as they are before fusion."""
-        ops = [replace(op, joins=_JOINS.get(op.primitive, op.joins)) for op in ops]
+        updates = [op for op in ops if op.primitive is p.dynamic_update_slice_p]
+        updated = {op.reads[0] for op in updates}  # in place: other reads of it come before
+        apart = {op for op in ops if op.primitive is p.dynamic_slice_p and op.reads[0] in updated}
+        ops = [replace(o, joins=o not in apart and _JOINS.get(o.primitive, o.joins)) for o in ops]
         ops, outputs = _once(ops, outputs)
         ops = _with_broadcasts(ops)
         found = []

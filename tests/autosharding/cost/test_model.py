@@ -10,7 +10,7 @@ from gshard.autosharding.annotate import AnnotationSearch
 from gshard.autosharding.auto import _Chooser
 from gshard.autosharding.budget import Clock
 from gshard.autosharding.cost import NONE, specs_of
-from gshard.autosharding.cost.model import MOST_SPECS, SharedCopy, _pairs, build
+from gshard.autosharding.cost.model import MOST_SPECS, ModelBuilder, SharedCopy, _pairs
 from gshard.autosharding.evaluate import Evaluator, ModelAnswer
 from gshard.autosharding.solver import solve
 from gshard.autosharding.solver.problem import FORBIDDEN
@@ -44,11 +44,11 @@ ARGUMENTS = [struct(4096, 4096)] * 6, struct(8192, 4096)
 
 def _layout(subject, limit, copies):
     """The best answer of the model on 8 devices in a row, with copies counted or not."""
-    model = build(subject, (8,), MACHINE, limit)
+    model = ModelBuilder(subject, (8,), MACHINE, limit).built()
     answer = solve(model.problem).answer
     if copies:
         assert model.uncounted(answer)
-        model = build(subject, (8,), MACHINE, limit, paired=set(model.copies))
+        model = ModelBuilder(subject, (8,), MACHINE, limit, paired=set(model.copies)).built()
         answer = solve(model.problem).answer
         assert not model.uncounted(answer)
     peak = model.problem.memory.profile(answer).max()
@@ -78,12 +78,12 @@ def test_partial_sums_count():
     subject = TracedProgram.of(product, arguments, 8)
     least = 4096 * 65_536 * 4 * 2 / 8 + 4096 * 4096 * 4 / 8  # all split over the long dim
     partial = 4096 * 4096 * 4 * MACHINE.efficiency.slack
-    model = build(subject, (8,), MACHINE, 1.01 * (least + partial))
+    model = ModelBuilder(subject, (8,), MACHINE, 1.01 * (least + partial)).built()
     inner = solve(model.problem)
     given = subject.flat.jaxpr.invars
     taken = [specs_of(v.aval.shape, (8,))[inner.answer[model.nodes[v]]] for v in given]
     assert taken == [(1,), (0,)]
-    tight = solve(build(subject, (8,), MACHINE, least + 0.9 * partial).problem)
+    tight = solve(ModelBuilder(subject, (8,), MACHINE, least + 0.9 * partial).built().problem)
     assert tight.cost > inner.cost
 
 
@@ -119,7 +119,7 @@ def test_states_count_as_they_are_returned(donated):
     """At the end of a step arguments and results are held, the weights as in the next step."""
     subject = TracedProgram.of(step, ARGUMENTS, 8)
     jaxpr = subject.flat.jaxpr
-    model = build(subject, (8,), MACHINE, 600 * MB, donated=donated)
+    model = ModelBuilder(subject, (8,), MACHINE, 600 * MB, donated=donated).built()
     answer = solve(model.problem).answer
     for var in jaxpr.invars:  # whatever the update of a weight is sharded like
         answer[model.nodes[var]] = specs_of(var.aval.shape, (8,)).index((NONE,))
