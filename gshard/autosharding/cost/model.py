@@ -109,9 +109,8 @@ class MeshProblem:
 class ModelBuilder:
     """Builds the problem of a program on one mesh from the prices of its operators.
 
-    Each device has `limit` bytes. A result that is the argument of the next call is resharded for
-    it where the two differ, and takes its place if it is `donated`. `paired` are tensors whose
-    copies count in the limit.
+    Each device has `limit` bytes. A result that is the next call's argument is resharded for it,
+    and takes its place if it is `donated`. `paired` are tensors whose copies count in the limit.
     """
 
     slices_stay = True  # a scan takes and stacks slices as they are: what moves is the slice
