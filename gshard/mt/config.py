@@ -204,11 +204,6 @@ def to_json(config: RunConfig) -> dict[str, Any]:
 
 def from_json(nested: dict[str, Any]) -> RunConfig:
     """The configuration that `to_json` wrote; settings it does not know are errors."""
-    batch = dict(nested.get("batch", {}))
-    if batch.pop("mode", "pack") != "pack":
-        raise UserError("batch.mode=bucket, of an earlier version, is no longer there")
-    batch.pop("buckets", None)
-    nested = {**nested, "batch": batch}
     filled = {**nested, "model": {**nested["model"], "source_vocab": 0, "target_vocab": 0}}
     return built(RunConfig, filled)
 

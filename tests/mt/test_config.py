@@ -185,13 +185,3 @@ def test_what_may_be_infinite_and_what_has_many_bytes():
     given = ["batch.temperature=inf", "train.spike=inf", f"model.remat={80 << 30}"]
     changed = configs.override(preset("tiny"), given)
     assert changed.model.remat == 80 << 30
-
-
-def test_a_configuration_of_an_earlier_version_is_read_or_says_why_not():
-    config = preset("tiny")
-    saved = configs.to_json(config)
-    saved["batch"] |= {"mode": "pack", "buckets": [0.5, 1.0]}
-    assert configs.from_json(saved) == config
-    saved["batch"]["mode"] = "bucket"
-    with pytest.raises(UserError, match="no longer there"):
-        configs.from_json(saved)

@@ -121,7 +121,11 @@ def weighted_groups(
     Two of five messages of programs have fewer than four words: at their full weight they would
     teach a model to translate menus.
     """
-    shares = temperature_shares([int(fit.sum()) for fit in fits], temperature)
+    # A pair that is cut into pieces several ways counts once.
+    counts = [
+        -(-int(fit.sum()) // each.target.times) for each, fit in zip(tokens, fits, strict=True)
+    ]
+    shares = temperature_shares(counts, temperature)
     groups = []
     for task, (examples, fit) in enumerate(zip(tokens, fits, strict=True)):
         short = np.asarray(examples.english_words) < SHORT

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PAD, UNKNOWN, START, END = range(4)  # the same in both vocabularies
 DIRECTIONS = ("to-english", "from-english", "both")
 _THREADS = 4  # fixed: the sums of the training depend on how the text is shared out
+_SHARPNESS = 0.5  # of the probabilities of drawn pieces: 1 draws by them, 0 all ways alike
 _NOTE = "tokenizer.json"
 FILES = (_NOTE, "source.model", "target.model")
 
@@ -46,6 +47,7 @@ class VocabularyConfig:
     sentences: int = 1_000_000  # at most so many of each side
     seed: Count = 0
     languages: tuple[str, ...] = ()  # all, unless named
+    segment_to: Count = 0  # examples; languages with fewer pairs are cut into pieces several ways
 
     def __post_init__(self) -> None:
         one_of("directions", self.directions, DIRECTIONS)
@@ -135,7 +137,8 @@ class Tokenizer:
     def digest(self) -> str:
         """Identifies this tokenizer: equal digests tokenize every text alike."""
         text = b"".join(hashlib.sha256(model).digest() for model in self.models)
-        return hashlib.sha256(text + self.config.directions.encode()).hexdigest()
+        ways = f" {self.config.segment_to}" if self.config.segment_to else ""
+        return hashlib.sha256(text + f"{self.config.directions}{ways}".encode()).hexdigest()
 
     @property
     def source_size(self) -> int:
@@ -177,6 +180,15 @@ class Tokenizer:
         """The ids of source sentences with their end, after a tag unless all go to English."""
         start = [] if self.config.directions == "to-english" else [self.tag(target)]
         pieces = self._source.encode(list(texts), num_threads=_THREADS)
+        return [[*start, *ids, END] for ids in pieces]
+
+    def draw_source(self, texts: Sequence[str], target: str, seed: int) -> list[list[int]]:
+        """The same with pieces that are drawn, likely ones more often (Kudo, 2018)."""
+        start = [] if self.config.directions == "to-english" else [self.tag(target)]
+        sentencepiece.set_random_generator_seed(seed)  # of threads to come: one draws all
+        pieces = self._source.encode(
+            list(texts), num_threads=1, enable_sampling=True, alpha=_SHARPNESS, nbest_size=-1
+        )
         return [[*start, *ids, END] for ids in pieces]
 
     def encode_target(self, texts: Sequence[str]) -> list[list[int]]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _NOTE = "tokens.json"
 _CHUNK = 50_000  # sentences encoded at a time
+_WAYS = 8  # to cut a source into pieces, at most
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,19 @@ class Side:
 
     ids: np.ndarray
     ends: np.ndarray
+    times: int = 1  # how often all of them follow one another
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens in each sentence, its end included."""
-        return np.diff(self.ends)
+        return np.tile(np.diff(self.ends), self.times)
 
     def __getitem__(self, i: int) -> np.ndarray:
+        i %= len(self.ends) - 1
         return self.ids[self.ends[i] : self.ends[i + 1]]
 
     def __len__(self) -> int:
-        return len(self.ends) - 1
+        return self.times * (len(self.ends) - 1)
 
     @staticmethod
     def of(sentences: Sequence[Sequence[int]], kind: Any = np.uint32) -> Side:
@@ -53,7 +56,11 @@ class Side:
 
 @dataclass(frozen=True)
 class TaskTokens:
-    """The examples of one direction of translation."""
+    """The examples of one direction of translation.
+
+    Pairs whose source is cut into pieces several ways are as many examples: first all pairs with
+    the likeliest pieces, then all with drawn ones, and so on, with the targets of the first.
+    """
 
     task: Task
     source: Side
@@ -64,9 +71,16 @@ class TaskTokens:
     def __len__(self) -> int:
         return len(self.source)
 
+    @property
+    def pairs(self) -> int:
+        """The different examples."""
+        return len(self) // self.target.times
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Workers map the files themselves; a pickled map would carry the whole corpus.
-        return open_task, (self.place, self.task)
+        if self.place.name:
+            return open_task, (self.place, self.task)
+        return TaskTokens, (self.task, self.source, self.target, self.english_words, self.place)
 
 
 def open_tokens(
@@ -154,11 +168,16 @@ def _encode(
         "target": tokenizer.encode_target,
     }
     sizes = {"source": tokenizer.source_size, "target": tokenizer.target_size}
+    wanted = tokenizer.config.segment_to if split == "train" else 0
+    drawn = range(1, min(_WAYS, -(-wanted // len(source))))
     with atomic.new_folder(place) as part:
         for name, texts in (("source", source), ("target", target)):
             small = np.uint16 if sizes[name] <= 1 << 16 else np.uint32
             chunks = (texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK))
             sides = [Side.of(encode[name](chunk), small) for chunk in chunks]
+            if name == "source":
+                drawings = (tokenizer.draw_source(source, task.target, seed) for seed in drawn)
+                sides += [Side.of(drawing, small) for drawing in drawings]
             lengths = np.concatenate([side.lengths for side in sides])
             _save(part / f"{name}.npy", np.concatenate([side.ids for side in sides]))
             _save(part / f"{name}_ends.npy", np.cumsum([0, *lengths], dtype=np.int64))
@@ -181,9 +200,9 @@ def open_task(place: Path, task: Task) -> TaskTokens:
         # A plain view of the map: slicing a memmap itself is slow.
         return np.load(place / f"{name}.npy", mmap_mode="r").view(np.ndarray)
 
-    sides = [Side(array(name), array(f"{name}_ends")) for name in ("source", "target")]
-    words = array("words")
-    for side in sides:
-        if len(side.ends) != len(words) + 1 or side.ends[-1] != len(side.ids):
+    words, source = array("words"), Side(array("source"), array("source_ends"))
+    target = Side(array("target"), array("target_ends"), len(source) // max(1, len(words)))
+    for side in (source, target):
+        if len(side) != target.times * len(words) or side.ends[-1] != len(side.ids):
             raise ValueError(f"{place} is damaged: its files do not belong together")
-    return TaskTokens(task, sides[0], sides[1], words, place)
+    return TaskTokens(task, source, target, np.tile(words, target.times), place)

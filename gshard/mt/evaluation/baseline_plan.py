@@ -131,11 +131,11 @@ def plan_baselines(run: Run, tasks: Sequence[Task], config: BaselineConfig) -> l
             (dev,) = open_tokens(run.corpus, run.tokenizer, folder, "dev", [task])
         else:
             train, dev = set_aside(train)
-        size = next(size for size in config.sizes if len(train) >= size.pairs)
+        size = next(size for size in config.sizes if train.pairs >= size.pairs)
         rows = min(run.config.batch.rows, size.rows)
         row = run.config.batch.target_length
         in_batch = max(1.0, rows * row / max(1.0, float(np.mean(train.target.lengths))))
-        limit = int(np.clip(size.epochs * len(train) / in_batch, 1, config.steps))
+        limit = int(np.clip(size.epochs * train.pairs / in_batch, 1, config.steps))
         model = size.model(run.model_config)
         seed = fingerprint(f"{config.seed} {task}") % 2**31
         entry = run.corpus.manifest["languages"][task.foreign]
@@ -149,9 +149,11 @@ def plan_baselines(run: Run, tasks: Sequence[Task], config: BaselineConfig) -> l
 
 def set_aside(tokens: TaskTokens) -> tuple[TaskTokens, TaskTokens]:
     """Training text without a twentieth of it, at most 200 sentences, and that twentieth."""
-    count = int(np.clip(len(tokens) // 20, 1, 200))
-    order = np.random.default_rng(0).permutation(len(tokens))
+    count = int(np.clip(tokens.pairs // 20, 1, 200))
+    order = np.random.default_rng(0).permutation(tokens.pairs)
     dev, train = np.sort(order[:count]), np.sort(order[count:])
+    ways = np.arange(tokens.target.times) * tokens.pairs
+    train = (ways[:, None] + train).ravel()
     return some_of(tokens, train if len(train) else dev), some_of(tokens, dev)
 
 

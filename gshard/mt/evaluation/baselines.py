@@ -102,10 +102,7 @@ def _train_group(
             write_tree(place, state)
             saved = time.monotonic()
 
-    # Processes map the tokens' files themselves; held-out text is in none of them.
-    in_files = all(baseline.train.place.name for baseline in group)
-    workers = config.workers if in_files else 0
-    state = programs.train(batches, dev, seeds, limits, state, on_dev, workers)
+    state = programs.train(batches, dev, seeds, limits, state, on_dev, config.workers)
     seconds = time.monotonic() - began
     nll_N, step_N = np.asarray(state.best_nll), np.asarray(state.best_step)
     for i, baseline in enumerate(group):
@@ -113,7 +110,7 @@ def _train_group(
         note = {
             "digest": baseline.digest,
             "size": baseline.size.name,
-            "train_pairs": len(baseline.train),
+            "train_pairs": baseline.train.pairs,
             "steps": int(step_N[i]),
             "dev_nll": float(nll_N[i]),
             "seconds": round(seconds / len(group), 1),

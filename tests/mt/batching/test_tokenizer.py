@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gshard.errors import UserError
 from gshard.mt.batching import tokens as tokens_module
+from gshard.mt.batching.batches import fitting, weighted_groups
 from gshard.mt.batching.tokenizer import (
     END,
     PAD,
@@ -19,7 +20,7 @@ from gshard.mt.batching.tokenizer import (
     temperature_shares,
     train_tokenizer,
 )
-from gshard.mt.batching.tokens import open_tokens
+from gshard.mt.batching.tokens import open_tokens, some_of
 from tests.mt.samples import sentence, translated
 
 
@@ -133,3 +134,34 @@ def test_tokens_are_made_once_and_again_for_another_tokenizer(
     other = train_tokenizer(corpus, dataclasses.replace(tokenizer.config, directions="to-english"))
     open_tokens(corpus, other, tmp_path, tasks=tasks)
     assert made == tasks
+
+
+def test_few_pairs_are_cut_into_pieces_several_ways(corpus, tokenizer, tmp_path):
+    task, pairs = Task("fr", "en"), corpus.count("fr")
+    config = dataclasses.replace(tokenizer.config, segment_to=3 * pairs - 1)
+    several = Tokenizer(*tokenizer.models, config)
+    assert several.digest != tokenizer.digest
+    (once,) = open_tokens(corpus, tokenizer, tmp_path / "once", tasks=[task])
+    (found,) = open_tokens(corpus, several, tmp_path / "several", tasks=[task])
+    (again,) = open_tokens(corpus, several, tmp_path / "again", tasks=[task])
+    assert (len(found), found.pairs, once.pairs) == (3 * pairs, pairs, pairs)
+    assert np.array_equal(found.source.ids, again.source.ids)
+    assert np.array_equal(found.source.lengths[:pairs], once.source.lengths)
+    for way in (1, 2):
+        places = np.arange(pairs) + way * pairs
+        assert not np.array_equal(some_of(found, places).source.ids, once.source.ids)
+        assert np.array_equal(some_of(found, places).target.ids, once.target.ids)
+        assert np.array_equal(found.english_words[places], once.english_words)
+    spelled = several._source.decode(
+        [once.source[5][1:].tolist(), found.source[5 + pairs][1:].tolist()]
+    )
+    assert spelled[0] == spelled[1]  # other pieces of the same text
+    # Text that is not trained on is cut in one way, and shares are those of pairs.
+    (dev,) = open_tokens(corpus, several, tmp_path / "several", "dev", [task])
+    assert dev.pairs == len(dev) == corpus.count("fr", "dev")
+    (german,) = open_tokens(corpus, tokenizer, tmp_path / "once", tasks=[Task("de", "en")])
+    shares = []
+    for tokens in ([german, once], [german, found]):
+        groups = weighted_groups(tokens, fitting(tokens, 1000, 1000), 2, 0.3)
+        shares.append(sum(weight for number, _, weight in groups if number))
+    assert shares[0] == pytest.approx(shares[1])

@@ -10,7 +10,7 @@ import pytest
 
 from gshard.errors import UserError
 from gshard.mt.batching.batches import BatchConfig, Batches
-from gshard.mt.batching.tokens import some_of
+from gshard.mt.batching.tokens import Side, some_of
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.evaluation import baselines
@@ -272,6 +272,20 @@ def test_a_task_without_dev_text_sets_some_of_its_own_aside(tokens):
     assert pairs[0] == pairs[1]
     one = set_aside(some_of(tokens[0], np.arange(1)))
     assert [len(part) for part in one] == [1, 1]
+
+
+def test_what_is_set_aside_is_trained_on_in_no_other_pieces(tokens):
+    once = tokens[0]
+    twice = replace(
+        once,
+        source=Side(once.source.ids, once.source.ends, 2),
+        target=Side(once.target.ids, once.target.ends, 2),
+        english_words=np.tile(once.english_words, 2),
+    )
+    train, dev = set_aside(twice)
+    assert (len(train), len(dev)) == (2 * len(set_aside(once)[0]), len(set_aside(once)[1]))
+    known = {tuple(train.source[i]) for i in range(len(train))}
+    assert not known & {tuple(dev.source[i]) for i in range(len(dev))}
 
 
 class Upper:
