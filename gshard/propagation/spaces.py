@@ -141,22 +141,16 @@ def bytes_sent(
 ) -> float:
     """The bytes that a device sends for windows of a source in tensors of a shape."""
     sent, size = 0.0, max(layer.size for layer in layers) * source.aval.dtype.itemsize
-    for d, layer_split in enumerate(before):
+    for d, split in enumerate(before):
         axes = [(axis, n.base[d]) for n in layers for axis in n.axes if axis.dim == d]
-        if layer_split is None or not axes:
+        if split is None or not axes:
             continue
-        to = [e for e, axis in enumerate(layers[0].axes) if axis.dim == d]
-        split = after[to[0]] if to else None
-        rows = max(axis.rows for axis, _ in axes)
-        if split is not layer_split:
+        to = next((e for e, axis in enumerate(layers[0].axes) if axis.dim == d), None)
+        if to is None or after[to] is not split:
             sent += 2 * size
             continue
-        ends = np.zeros(2)
-        for axis, base in axes:
-            ends = np.maximum(
-                ends, _crossing(axis, base, split, source.aval.shape[d], shape[to[0]])
-            )
-        sent += ends.sum() * size / rows
+        ends = [_crossing(*own, split, source.aval.shape[d], shape[to]) for own in axes]
+        sent += np.max(ends, axis=0).sum() * size / max(axis.rows for axis, _ in axes)
     return sent
 
 

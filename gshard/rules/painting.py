@@ -60,11 +60,10 @@ class RowMap:
         """The rows of an unsplit dim that layers of a source read."""
         if self.at_run_time:
             return slice(0, layers[0].axes[dim].rows, 1)
-        ends = [AxisRows(n.axes[dim], n.base[dim], 0).only for n in layers]
-        low, high = min(first for first, _ in ends), max(end for _, end in ends)
-        strides = (n.axes[dim].stride for n in layers if n.axes[dim].rows > 1)
-        step = math.gcd(*strides, *(first - low for first, _ in ends))
-        return slice(low, high, step or 1)
+        own = [n.read(dim) for n in layers]
+        low, strides = min(r.start for r in own), [r.step for r in own if r.stop - r.start > 1]
+        step = math.gcd(*strides, *(r.start - low for r in own))
+        return slice(low, max(r.stop for r in own), step or 1)
 
     def order(self, source: Sharding, shape: Sequence[int]) -> list[int]:
         """The dims in the order that sends least: first those that shrink for free."""

@@ -39,8 +39,8 @@ from gshard.tensors.factors import Factors, Shape, Shapes
 from gshard.tensors.sharding import Sharding, Shardings, Targets
 from gshard.tensors.tile import Arrays, Tile, Tiles
 
-_KINDS = {p.reduce_window_sum_p: "sum", p.reduce_window_max_p: "max", p.reduce_window_min_p: "min"}
-_REDUCES = (*_KINDS, p.reduce_window_p, p.select_and_gather_add_p)
+POOLS = {p.reduce_window_sum_p: "sum", p.reduce_window_max_p: "max", p.reduce_window_min_p: "min"}
+_REDUCES = (*POOLS, p.reduce_window_p, p.select_and_gather_add_p)
 _REDUCE = {"sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min}
 
 
@@ -49,7 +49,7 @@ def window_factors(eqn: JaxprEqn) -> Factors:
     names = [f"d{i}" for i in range(len(eqn.outvars[0].aval.shape))]
     operands = [names if a.aval.shape or not names else [] for a in eqn.invars]
     results: list[list[str | None]] = [[*names] for _ in eqn.outvars]
-    reduced = {names[d]: _KINDS[eqn.primitive] for d in _in_parts(eqn)}
+    reduced = {names[d]: POOLS[eqn.primitive] for d in _in_parts(eqn)}
     for d in _in_parts(eqn):
         results[0][d] = None
     return Factors.of(eqn, operands, results, reduced, resized=names)
@@ -57,7 +57,7 @@ def window_factors(eqn: JaxprEqn) -> Factors:
 
 def _in_parts(eqn: JaxprEqn) -> list[int]:
     """The dims along which a device reduces a part of the window."""
-    if eqn.primitive not in _KINDS:
+    if eqn.primitive not in POOLS:
         return []
     sizes = zip(
         eqn.params["window_dimensions"],
@@ -131,8 +131,8 @@ def _outside(eqn: JaxprEqn, tiles: Tiles) -> Sequence[jax.Array | None]:
     if eqn.primitive is p.reduce_window_p:
         return [None] * len(tiles)
     dtype = tiles[0].array.dtype
-    if eqn.primitive in _KINDS:
-        return [identity(_KINDS[eqn.primitive], dtype)]
+    if eqn.primitive in POOLS:
+        return [identity(POOLS[eqn.primitive], dtype)]
     return [jnp.zeros((), dtype), _least(eqn, dtype)]
 
 
@@ -176,7 +176,7 @@ def _over_own_rows(ctx: Context, eqn: JaxprEqn, tile: Tile, dim: int) -> Tile:
 
     Padding is the identity, as along any dim that is reduced.
     """
-    kind, params, shape = _KINDS[eqn.primitive], eqn.params, list(tile.array.shape)
+    kind, params, shape = POOLS[eqn.primitive], eqn.params, list(tile.array.shape)
     stride, dilation = params["window_strides"][dim], params["window_dilation"][dim]
     count, taps = eqn.outvars[0].aval.shape[dim], params["window_dimensions"][dim]
     low = params["padding"][dim][0]
@@ -275,6 +275,6 @@ for primitive in (*_REDUCES, p.select_and_scatter_add_p, p.select_and_scatter_p)
     doc = Doc(
         free="dims without a window",
         halo="others: the rows that windows reach beyond a tile",
-        gather="a dim that the window spans: AllReduce of the result" * (primitive in _KINDS),
+        gather="a dim that the window spans: AllReduce of the result" * (primitive in POOLS),
     )
     register(Rule(window_factors, local, ways=window_ways, doc=doc), primitive)

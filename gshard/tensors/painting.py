@@ -65,15 +65,10 @@ def _window(layer: Layer, x: jax.Array) -> jax.Array:
     counts = [axis.rows for axis in layer.axes]
     if layer.is_constant:
         return lax.broadcast(x, counts)
-    firsts, limits, strides, turned = [], [], [], []
-    for d, (first, axis) in enumerate(zip(layer.base, layer.axes, strict=True)):
-        last = first + (axis.rows - 1) * axis.stride
-        firsts.append(min(first, last))
-        limits.append(max(first, last) + 1)
-        strides.append(abs(axis.stride))
-        turned += [d] if axis.stride < 0 else []
-    if list(x.shape) != counts or max(strides, default=1) > 1:
-        x = lax.slice(x, firsts, limits, strides)
+    rows = [layer.read(d) for d in range(x.ndim)]
+    if list(x.shape) != counts or any(r.step > 1 for r in rows):
+        x = lax.slice(x, *zip(*((r.start, r.stop, r.step) for r in rows), strict=True))
+    turned = [axis.dim for axis in layer.axes if axis.dim is not None and axis.stride < 0]
     return lax.rev(x, turned) if turned else x
 
 

@@ -10,7 +10,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import Var
 from gshard.graph import replacing
-from gshard.graph.row_map import Axis, Layer, apart
+from gshard.graph.row_map import Layer, apart
 from gshard.rules.base.primitives import row_map_p
 
 
@@ -45,18 +45,12 @@ def reshaped(eqn: JaxprEqn, source: Any, result: Any) -> JaxprEqn:
 def _slicing(eqn: JaxprEqn, layer: Layer) -> list[JaxprEqn]:
     """The equations of a single window: a slice, reversed and without single rows if need be."""
     (result,), aval = eqn.outvars, layer.source.aval
-    axes = {axis.dim: axis for axis in layer.axes if axis.dim is not None}
-    firsts, limits, strides, turned = [], [], [], []
-    for d, first in enumerate(layer.base):
-        axis = axes.get(d, Axis(0, 1, d))
-        last = first + (axis.rows - 1) * axis.stride
-        firsts.append(first if axis.stride > 0 else last)
-        limits.append((last if axis.stride > 0 else first) + 1)
-        strides.append(abs(axis.stride))
-        turned += [d] if axis.stride < 0 else []
+    turned = [axis.dim for axis in layer.axes if axis.dim is not None and axis.stride < 0]
+    rows = [layer.read(d) for d in range(len(aval.shape))]
+    firsts, limits, strides = zip(*((r.start, r.stop, r.step) for r in rows), strict=True)
     shape = tuple(-(-(b - a) // s) for a, b, s in zip(firsts, limits, strides, strict=True))
-    steps, source, made = None if set(strides) <= {1} else tuple(strides), layer.source, []
-    params = {"start_indices": tuple(firsts), "limit_indices": tuple(limits), "strides": steps}
+    steps, source, made = None if set(strides) <= {1} else strides, layer.source, []
+    params = {"start_indices": firsts, "limit_indices": limits, "strides": steps}
     if shape != aval.shape or shape == result.aval.shape:
         made = [replacing(eqn, p.slice_p, [source], Var(aval.update(shape=shape)), **params)]
         (source,) = made[0].outvars

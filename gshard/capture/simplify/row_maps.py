@@ -62,7 +62,7 @@ compose_row_maps.__name__ = "compose_row_maps"
 
 
 def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
-    """Splits as slices and tiles as copies, without slices and pads that change nothing.
+    """Splits as slices, without slices and pads that change nothing.
 
     Equal slices are one: what is read twice is sent once.
     """
@@ -74,9 +74,6 @@ def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
             continue
         if eqn.primitive in _INDEXED:
             yield from known_windows.batched(eqn, graph)
-            continue
-        if eqn.primitive is tile_p:
-            yield from _copies(eqn)
             continue
         if eqn.primitive is p.reduce_sum_p:
             (source,), aval = eqn.invars, eqn.outvars[0].aval
@@ -113,22 +110,6 @@ def _slices(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         part = entire(source, out.aval.shape).along(dim, Axis(0, rows, dim), at)
         yield from painting(eqn.replace(outvars=[out]), [part])
         at += rows
-
-
-def _copies(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """A tensor several times over, painted if they are few."""
-    (source,), reps = eqn.invars, eqn.params["reps"]
-    shape = source.aval.shape
-    if not 0 < math.prod(reps) <= _COPIES or not source.aval.size:
-        return [eqn]
-    layers = [entire(source, shape)]
-    for d, number in enumerate(reps):
-        places = [Axis(k * shape[d], shape[d], d) for k in range(number)]
-        layers = [layer.along(d, axis) for layer in layers for axis in places]
-    return painting(eqn, layers)
-
-
-_COPIES = 64  # windows of one map
 
 
 def _composed(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn]:
@@ -225,9 +206,6 @@ class Origins:
 
     def _known(self, eqn: JaxprEqn, layers: Layers) -> Layers:
         """The layers in terms of tensors that are not row maps."""
-        if eqn.primitive in _SUMS:
-            one, other = (self.known[a] for a in eqn.invars)
-            return (*one, *other[1:])
         if not any(not n.is_constant and n.source in self.known for n in layers):
             return layers
         first, below = layers[0], () if layers[0].is_constant else self.known.get(layers[0].source)
@@ -308,6 +286,22 @@ def _of_broadcast(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layer
     return (Layer(source, (0,) * len(source.aval.shape), axes),)
 
 
+def _of_copies(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
+    """A tensor several times over, if they are few."""
+    (source,), reps = eqn.invars, eqn.params["reps"]
+    shape = source.aval.shape
+    if not 0 < math.prod(reps) <= _COPIES or not source.aval.size:
+        return None
+    layers = [entire(source, shape)]
+    for d, number in enumerate(reps):
+        places = [Axis(k * shape[d], shape[d], d) for k in range(number)]
+        layers = [layer.along(d, axis) for layer in layers for axis in places]
+    return tuple(layers)
+
+
+_COPIES = 64  # windows of one map
+
+
 def _of_number(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
     """A tensor of equal numbers of another type."""
     number, aval = graph.fill(result), result.aval
@@ -356,13 +350,13 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
     p.squeeze_p: _of_reshape,
     p.broadcast_in_dim_p: _of_broadcast,
     p.convert_element_type_p: _of_number,
+    tile_p: _of_copies,
     p.gather_p: lambda e, result, graph, maps: known_windows.gathered(e, graph),
     p.scatter_p: _of_update,
     p.add_p: _of_sum,
     p.add_jaxvals_p: _of_sum,
 }
-_REWRITTEN = {*_MAPS, *known_windows.COMBINING, split_p, tile_p}
+_REWRITTEN = {*_MAPS, *known_windows.COMBINING, split_p}
 _INDEXED = (p.gather_p, p.scatter_p, *known_windows.COMBINING)
-_SUMS = (p.add_p, p.add_jaxvals_p)
 _MOVING = (p.slice_p, p.pad_p, p.rev_p)
 _VIEWS = (p.reshape_p, p.squeeze_p, p.broadcast_in_dim_p, p.convert_element_type_p)

@@ -18,7 +18,7 @@ from jax.extend.core import primitives as p
 from gshard._jax import Var
 from gshard.capture.simplify.painting import painting
 from gshard.graph import Graph, at_every_level, live, renamed, replacing
-from gshard.graph.row_map import Axis, entire
+from gshard.graph.row_map import Axis, entire, through
 from gshard.graph.source import source_of
 from gshard.rules.base.layers import ROW_MAPS, layers_of
 from gshard.rules.base.primitives import row_map_p
@@ -120,28 +120,23 @@ class _InParts:
 
     def _rearranged(self, eqn: JaxprEqn) -> _Parts | None:
         """The parts that a slice, roll or concatenation of parts consists of."""
-        if eqn.primitive not in ROW_MAPS:
-            return None
-        layers, found = layers_of(eqn), dict[int, Any]()
-        dims = {self.parts[a].dim for a in _variables(eqn) if a in self.parts}
-        shape, (dim, *others) = eqn.outvars[0].aval.shape, dims
-        for layer in layers:
-            if layer.is_constant or others or not layer.is_aligned:
-                return None
-            source = eqn.invars[layer.source]
+        found = dict[int, Any]()
+        for layer in layers_of(eqn) if eqn.primitive in ROW_MAPS else ():
+            source = None if layer.is_constant else eqn.invars[layer.source]
             if isinstance(source, Literal) or source not in self.parts:
                 return None
-            axis, first = layer.axes[dim], layer.base[dim]
-            own = source.aval.shape
-            kept = all(layer.keeps(d, n, own) for d, n in enumerate(shape) if d != dim)
-            cut = any(n % self.rows for n in (axis.at, first, axis.rows))
-            if not kept or not axis.is_run or cut:
-                return None
-            for k in range(axis.rows // self.rows):
-                part = self.parts[source].vars[first // self.rows + k]
-                found[axis.at // self.rows + k] = part
-        parts = tuple(part for _, part in sorted(found.items()))
-        return _Parts(dim, parts) if len(parts) in (1, self.count) else None
+            dim, parts = self.parts[source]
+            behind = (Axis(k * self.rows, self.rows, dim) for k in range(self.count))
+            own = (
+                entire(v, v.aval.shape).along(dim, at) for v, at in zip(parts, behind, strict=True)
+            )
+            for part in through(layer, own):
+                shape, axis = part.source.aval.shape, part.axes[dim]
+                if axis.at % self.rows or not part.along(dim, axis._replace(at=0)).is_all(shape):
+                    return None
+                found[axis.at] = part.source
+        vars = tuple(var for _, var in sorted(found.items()))
+        return _Parts(dim, vars) if len(vars) in (1, self.count) else None
 
     def _factor(self, eqn: JaxprEqn) -> str | None:
         """The factor of an operator's dims along which it runs part by part."""

@@ -29,7 +29,7 @@ from gshard.capture.simplify.row_maps import Origins, composed
 from gshard.graph import Graph, at_every_level, live, replacing
 from gshard.graph.row_map import Axis, Layer, constant, entire, through, visible
 from gshard.graph.source import source_of
-from gshard.propagation.convolutions import can_run, in_place, is_convolution
+from gshard.moving.reductions import identity
 from gshard.propagation.spaces import (
     Place,
     Space,
@@ -41,8 +41,10 @@ from gshard.propagation.spaces import (
     rank,
     window_of,
 )  # fmt: skip
+from gshard.propagation.windows import can_run, has_windows, in_place
 from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import RULES, Elementwise
+from gshard.rules.window_reduce import POOLS
 from gshard.tensors.sharding import Sharding
 
 _MOST = 256  # equations more
@@ -141,7 +143,7 @@ class _RowSpaces:
             if a.aval.shape == eqn.outvars[0].aval.shape
         ]
         made = {out for out, _ in edges}
-        made |= {eqn.outvars[0] for eqn in self.graph.eqns if is_convolution(eqn)}
+        made |= {eqn.outvars[0] for eqn in self.graph.eqns if has_windows(eqn)}
         for out, a in edges:
             if a in made:
                 self._join(a, out)
@@ -162,21 +164,22 @@ class _RowSpaces:
             for place in asked:
                 for layer in self.maps[out]:
                     self._ask(layer, place, out)
-            able = [self._ask(n, (), out) for n in self.maps[out] if out in self.alone]
+            users = () if out in self.graph.results else self.graph.users(out)
+            rows = users and all(map(has_windows, users))  # which fetch those of its sources
+            wanted = self.maps[out] if out in self.alone and not rows else ()
+            able = [self._ask(layer, (), out) for layer in wanted]
             if out in self.alone and not any(able):
                 self.alone.update(_tensors(eqn))  # it stays as it is
             return
-        if asked and out is not None and _is_member(eqn):
-            places, by_element = self._chosen(asked, out), _is_by_element(eqn)
+        by_element = _is_by_element(eqn)
+        if asked and out is not None and (by_element or has_windows(eqn)):
+            places = self._chosen(asked, out)
             runs = by_element or can_run(eqn, places, self.splits)
             if runs and (out not in self.alone or all(fits(out, place) for place in places)):
                 self.places[out] = places
-                if not by_element:
-                    self.alone.update(_tensors(eqn))
-                    return
-                scalars = (a for a in eqn.invars if not a.aval.shape)
-                self.alone.update(a for a in scalars if not isinstance(a, Literal))
-                for a in _tensors(eqn):
+                others = (a for a in eqn.invars if not (by_element and a.aval.shape))
+                self.alone.update(a for a in others if not isinstance(a, Literal))
+                for a in _tensors(eqn) if by_element else ():
                     for place in places:
                         self.asked.setdefault(a, {})[_of_operand(a, out, place)] = None
                     self._join(out, a)
@@ -199,7 +202,8 @@ class _RowSpaces:
         """Where the rows of a layer's source are in a space in which there are those of `out`."""
         source, spaces, found = layer.source, dict(place), dict[int, Space]()
         maker = None if source in self.rejected else self.graph.maker(source)
-        if maker is None or not _is_member(maker) or not layer.is_aligned:
+        able = maker is not None and (_is_by_element(maker) or has_windows(maker))
+        if not able or not layer.is_aligned:
             return None
         for d, split in enumerate(self.splits[out]):
             n, axis = source.aval.shape[d], layer.axes[d]
@@ -285,10 +289,9 @@ class _RowSpaces:
 
     def _computed(self, eqn: JaxprEqn, out: Any) -> Iterator[JaxprEqn]:
         for place in self.places[out]:
-            if is_convolution(eqn):
-                yield from in_place(
-                    eqn, place, self._copy(out, place), functools.partial(self._painted, eqn)
-                )
+            if has_windows(eqn):
+                copy = self._copy(out, place)
+                yield from in_place(eqn, place, copy, functools.partial(self._painted, eqn))
                 continue
             operands = []
             for a in eqn.invars:
@@ -325,18 +328,20 @@ class _RowSpaces:
             if options:
                 found.append(max(options, key=rank))
         self._reads(self.after, a, found, copy)
-        shape = copy.aval.shape
+        shape, found = copy.aval.shape, list(visible(found))
         if len(found) == 1 and found[0].is_all(shape) and found[0].source.aval.shape == shape:
             self.copies[a, place] = found[0].source
         else:
-            yield from _in_zeros(eqn, copy, found)
+            yield from _filled(eqn, copy, found)
 
     def _painted(self, eqn: JaxprEqn, result: Any, layers: Sequence[Layer]) -> Iterator[JaxprEqn]:
         """The equations of rows under the windows of a border."""
         if (source := layers[0].source) in self.splits:
             self.splits.setdefault(result, self.splits[source])
+            found = through(layers[0], self.maps[source]) if source in self.maps else layers
+            layers = [max(self._options(n), key=rank) for n in found]
             self._reads(self.after, eqn.outvars[0], layers, result)
-        yield from _in_zeros(eqn, result, layers)
+        yield from _filled(eqn, result, layers)
 
     def _options(self, layer: Layer) -> Iterator[Layer]:
         """A layer in terms of each of the tensors that are computed in the place of its source."""
@@ -394,15 +399,12 @@ def _is_by_element(eqn: JaxprEqn) -> bool:
     return bool(shape) and not eqn.effects
 
 
-def _is_member(eqn: JaxprEqn) -> bool:
-    """Whether an equation is computed in the places where its rows are read."""
-    return _is_by_element(eqn) or is_convolution(eqn)
-
-
-def _in_zeros(eqn: JaxprEqn, result: Any, layers: Sequence[Layer]) -> Iterator[JaxprEqn]:
-    """The equations of windows in zeros."""
-    zero = Literal(np.zeros((), result.aval.dtype), result.aval.update(shape=(), weak_type=False))
-    found = visible([constant(zero, result.aval.shape), *layers])
+def _filled(eqn: JaxprEqn, result: Any, layers: Sequence[Layer]) -> Iterator[JaxprEqn]:
+    """The equations of windows in numbers that change no result of an operator."""
+    kind, aval = POOLS.get(eqn.primitive), result.aval
+    number = np.asarray(identity(kind, aval.dtype)) if kind else np.zeros((), aval.dtype)
+    nothing = Literal(number, aval.update(shape=(), weak_type=False))
+    found = visible([constant(nothing, aval.shape), *layers])
     yield from painting(replacing(eqn, row_map_p, [], result), found)
 
 

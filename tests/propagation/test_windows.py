@@ -1,4 +1,4 @@
-"""Windows of convolutions are computed in the tiles of the tensors that read them."""
+"""Windows of convolutions and pools are computed in the tiles of the tensors that read them."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,8 @@ def test_where_rows_and_columns_are_split(mode, grid):
         y = lax.conv_general_dilated(q, KERNEL, (1, 1), "VALID", dimension_numbers=NUMBERS)
         return jnp.sum(jnp.tanh(y))
 
-    check(jax.grad(loss), X, inputs=[tiles], rtol=1e-4, atol=1e-4)
+    low = check(jax.grad(loss), X, inputs=[tiles], rtol=1e-4, atol=1e-4)
+    assert sent(low) < 3.5 * X.nbytes / 8, low.collectives
 
 
 @given(
@@ -136,3 +137,61 @@ def test_any_window_of_any_convolution(stride, dilation, padding, cut, rows):
         return forwards(x), jax.grad(lambda x: (forwards(x) ** 2).sum())(x)
 
     check(fn, x, inputs=[even_split(4, 1, 8)], rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------- pools
+
+
+def means(q):
+    return lax.reduce_window(q, 0.0, lax.add, (3, 3), (1, 1), "VALID") / 9
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows"), [("constant", 4), ("edge", 4), ("reflect", 4), ("wrap", 6)]
+)
+def test_gradients_of_means_send_border_rows(mode, rows):
+    """Two rows of the tensor, and two of the gradient; around a circle, two that go around."""
+    x = random_array((64, 16))
+
+    def loss(x):
+        return jnp.sum(jnp.tanh(means(jnp.pad(x, 1, mode=mode))))
+
+    low = check(jax.grad(loss), x, inputs=[even_split(2, 0, 8)], rtol=1e-4, atol=1e-5)
+    assert sent(low) <= rows * x[:1].nbytes, low.collectives
+
+
+@given(
+    st.sampled_from([("sum", 0.0, lax.add), ("max", -np.inf, lax.max), ("min", np.inf, lax.min)]),
+    st.sampled_from(["identity", "edge", "wrap"]),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.tuples(st.integers(1, 4), st.integers(1, 2), st.integers(1, 2), st.integers(1, 2)),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.sampled_from([16, 21]),
+)
+def test_any_window_of_any_pool(kind, mode, around, how, cut, rows):
+    """And their borders, in the gradients of sums; pads with the identity are a pool's own."""
+    (name, start, operator), (taps, stride, base, gap) = kind, how
+    x = random_array((rows, 3))
+    filled = {"constant_values": start} if mode == "identity" else {"mode": mode}
+
+    def pooled(x):
+        q = jnp.pad(x, (around, (0, 0)), **filled)
+        y = lax.reduce_window(
+            q, start, operator, (taps, 1), (stride, 1), "VALID", (base, 1), (gap, 1)
+        )
+        return y[cut[0] : y.shape[0] - cut[1]]
+
+    fn = jax.grad(lambda x: jnp.sum(jnp.sin(pooled(x)))) if name == "sum" else pooled
+    check(fn, x, inputs=[even_split(2, 0, 8)], rtol=1e-4, atol=1e-4)
+
+
+def test_borders_of_maxima():
+    """Tiles compute them of the rows under one window, and of nothing that is larger."""
+
+    def fn(x):
+        y = lax.reduce_window(x, -jnp.inf, lax.max, (3, 1), (1, 1), ((2, 2), (0, 0)))
+        return (x + y[1:-1]).at[:1].add(y[:1]).at[-1:].add(y[-1:])
+
+    x = -1 - abs(random_array((64, 3)))
+    low = check(fn, x, inputs=[even_split(2, 0, 8)])
+    assert sent(low) == 2 * x[:1].nbytes, low.collectives
