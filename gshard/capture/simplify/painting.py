@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var
@@ -43,29 +43,34 @@ def reshaped(eqn: JaxprEqn, source: Any, result: Any) -> JaxprEqn:
 
 
 def _slicing(eqn: JaxprEqn, layer: Layer) -> list[JaxprEqn]:
-    """The equations of a single window: a slice, reversed and without single rows if need be."""
-    (result,), aval = eqn.outvars, layer.source.aval
-    turned = [axis.dim for axis in layer.axes if axis.dim is not None and axis.stride < 0]
+    """The equations of a single window: a slice, reversed, transposed, without single rows, or
+    with dims that the source has not, as a lookup at known places has for a batch."""
+    (result,), aval, axes, made = eqn.outvars, layer.source.aval, layer.axes, list[JaxprEqn]()
+    dims = [d for d, axis in enumerate(axes) if axis.dim is not None]
+    as_read = sorted(dims, key=lambda d: axes[d].dim or 0)  # in the order of the source's dims
     rows = [layer.read(d) for d in range(len(aval.shape))]
-    firsts, limits, strides = zip(*((r.start, r.stop, r.step) for r in rows), strict=True)
-    shape = tuple(-(-(b - a) // s) for a, b, s in zip(firsts, limits, strides, strict=True))
-    steps, source, made = None if set(strides) <= {1} else strides, layer.source, []
-    params = {"start_indices": firsts, "limit_indices": limits, "strides": steps}
-    if shape != aval.shape or shape == result.aval.shape:
-        made = [replacing(eqn, p.slice_p, [source], Var(aval.update(shape=shape)), **params)]
-        (source,) = made[0].outvars
-    if turned:
-        after = Var(aval.update(shape=shape))
-        made.append(replacing(eqn, p.rev_p, [source], after, dimensions=tuple(turned)))
-        source = after
-    if shape == result.aval.shape:
-        made[-1] = made[-1].replace(outvars=[result])
-        return made
-    if all(axis.dim is not None or axis.rows == 1 for axis in layer.axes):
-        return [*made, reshaped(eqn, source, result)]
-    # A dim that the source has not: a lookup at known places, the same for all rows of a batch.
-    dims = tuple(d for d, axis in enumerate(layer.axes) if axis.dim is not None)
-    window = Var(aval.update(shape=tuple(layer.axes[d].rows for d in dims)))
-    made.append(reshaped(eqn, source, window))
-    params = {"shape": result.aval.shape, "broadcast_dimensions": dims, "sharding": None}
-    return [*made, replacing(eqn, p.broadcast_in_dim_p, [window], result, **params)]
+    shape = tuple(-(-(r.stop - r.start) // r.step) for r in rows)
+    is_window = shape == result.aval.shape and as_read == dims
+
+    def add(kind: Primitive, shape: Sequence[int], /, **params: Any) -> None:
+        operand = made[-1].outvars[0] if made else layer.source
+        made.append(replacing(eqn, kind, [operand], Var(aval.update(shape=tuple(shape))), **params))
+
+    if shape != aval.shape or is_window:
+        firsts, limits, strides = zip(*((r.start, r.stop, r.step) for r in rows), strict=True)
+        steps = None if set(strides) <= {1} else strides
+        add(p.slice_p, shape, start_indices=firsts, limit_indices=limits, strides=steps)
+    if turned := [axis.dim for axis in axes if axis.dim is not None and axis.stride < 0]:
+        add(p.rev_p, shape, dimensions=tuple(turned))
+    if not is_window:
+        alone = as_read == dims and all(axis.dim is not None or axis.rows == 1 for axis in axes)
+        window = result.aval.shape if alone else tuple(axes[d].rows for d in as_read)
+        add(p.reshape_p, window, new_sizes=window, dimensions=None, sharding=None)
+        if as_read != dims:
+            order = tuple(map(as_read.index, dims))
+            add(p.transpose_p, [axes[d].rows for d in dims], permutation=order)
+        if not alone:
+            to = {"shape": result.aval.shape, "broadcast_dimensions": tuple(dims)}
+            add(p.broadcast_in_dim_p, result.aval.shape, sharding=None, **to)
+    made[-1] = made[-1].replace(outvars=[result])
+    return made

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -166,6 +166,35 @@ def test_any_runs_of_indices(index, kind):
         return getattr(x.at[i], kind)(y)
 
     check(fn, x, inputs=[even_split(2, 0, 8)], rtol=1e-4, atol=1e-4)
+
+
+@given(
+    st.permutations(range(3)),
+    st.lists(st.sampled_from([None, (0, 9, 1), (8, None, -1), (1, 8, 3)]), min_size=3, max_size=3),
+    st.sampled_from(["get", "set", "add", "grad"]),
+    st.integers(0, 2),
+)
+@example([1, 0, 2], [(0, 9, 1), (8, None, -1), None], "get", 0)
+@example([2, 1, 0], [(1, 8, 3), None, (0, 9, 1)], "set", 1)
+def test_indices_in_any_order(order, runs, kind, dim):
+    """`x[j[None], i[:, None]]` has the rows of `x` as columns."""
+    x = random_array((9, 9, 9))
+    index = tuple(
+        slice(None)
+        if run is None
+        else np.expand_dims(np.arange(9)[slice(*run)], [*({0, 1, 2} - {d})])
+        for d, run in zip(order, runs, strict=True)
+    )
+    y = random_array(np.asarray(x)[index].shape)
+
+    def fn(x):
+        if kind == "get":
+            return x[index]
+        if kind == "grad":
+            return jax.grad(lambda x: jnp.sum(x[index] ** 2 * y))(x)
+        return getattr(x.at[index], kind)(y)
+
+    check(fn, x, inputs=[even_split(3, dim, 8)], rtol=1e-5)
 
 
 def test_windows_that_are_a_part_of_another_dim_are_updated_as_they_are():
