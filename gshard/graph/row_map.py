@@ -50,15 +50,13 @@ class Layer:
 
     def __repr__(self) -> str:
         """Rows of the source, and where they are: `0[1:8, 0:2] at [0:7, 0:2]`."""
-        read = {a.dim: _range(f, a.rows, a.stride) for a, f in self._firsts()}
-        rows = (read.get(d, str(first)) for d, first in enumerate(self.base))
+        read = {a.dim: a for a in self.axes}
+        rows = (
+            _range(f, read[d].rows, read[d].stride) if d in read else str(f)
+            for d, f in enumerate(self.base)
+        )
         there = (_range(axis.at, axis.rows, axis.step) for axis in self.axes)
         return f"{self.source}[{', '.join(rows)}] at [{', '.join(there)}]"
-
-    def _firsts(self) -> Iterator[tuple[Axis, int]]:
-        for axis in self.axes:
-            if axis.dim is not None:
-                yield axis, self.base[axis.dim]
 
     @functools.cached_property
     def size(self) -> int:
@@ -72,14 +70,7 @@ class Layer:
 
     def is_all(self, shape: Sequence[int]) -> bool:
         """Whether it is the entire source, in its place, and all of a result of this shape."""
-        return (
-            len(self.axes) == len(shape)
-            and not any(self.base)
-            and all(
-                axis == Axis(0, n, d)
-                for d, (axis, n) in enumerate(zip(self.axes, shape, strict=False))
-            )
-        )
+        return self == entire(self.source, shape)
 
     def keeps(self, dim: int, size: int, shape: Sequence[int]) -> bool:
         """Whether all `size` rows of a dim are those of the source, of this shape, or repeated."""
@@ -92,9 +83,7 @@ class Layer:
     @property
     def is_aligned(self) -> bool:
         """Whether the source has the result's dims."""
-        return len(self.base) == len(self.axes) and all(
-            axis.dim == d for d, axis in enumerate(self.axes)
-        )
+        return [axis.dim for axis in self.axes] == [*range(len(self.base))]
 
     def of(self, source: Any) -> Layer:
         """The same window of another source."""

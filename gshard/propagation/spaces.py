@@ -9,17 +9,18 @@ A loop holds fields with as many rows as the largest of them: 257 points of a st
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var
 from gshard.graph import at_every_level, replacing
-from gshard.graph.regions import counts_of
+from gshard.graph.regions import counts_of, loop_bodies
 from gshard.graph.row_map import Axis, Layer, entire, through
 from gshard.graph.source import source_of
 from gshard.tensors.factors import Shape
@@ -83,8 +84,6 @@ def fits(var: Any, place: Place) -> bool:
 
 def distance(layer: Layer) -> int:
     """How far rows are from where they are read."""
-    if layer.is_constant:
-        return 0
     read = [(a, layer.base[a.dim]) for a in layer.axes if a.dim is not None]
     return sum(abs(first - a.at * a.stride // a.step) for a, first in read)
 
@@ -185,37 +184,50 @@ def hold_alike(
     """
     eqns = list[JaxprEqn]()
     for eqn in jaxpr.eqns:
-        held = _held(eqn, shardings) if eqn.primitive is p.scan_p else [eqn]
-        found = [e.params["jaxpr"].jaxpr for e in (*held, eqn) if e.primitive is p.scan_p]
-        less = len(held) > 1 and sent(found[0]) < sent(found[1])
-        remarks += [f"at {source_of(eqn)}: fields are held with as many rows"] if less else []
-        eqns += held if less else [eqn]
+        held = _held(eqn, shardings) if eqn.primitive in (p.scan_p, p.while_p) else [eqn]
+        loops = (e for e in (*held, eqn) if e.primitive is eqn.primitive)
+        if len(held) > 1 and operator.lt(*(sent(loop_bodies(e)[-1].jaxpr) for e in loops)):
+            remarks.append(f"at {source_of(eqn)}: fields are held with as many rows")
+            eqns += held
+        else:
+            eqns.append(eqn)
     return jaxpr if len(eqns) == len(jaxpr.eqns) else jaxpr.replace(eqns=eqns)
 
 
 def _held(loop: JaxprEqn, shardings: dict[Any, Sharding]) -> list[JaxprEqn]:
     """The equations of a loop that holds fields with more rows."""
-    closed, (consts, carry) = loop.params["jaxpr"], counts_of(loop)
-    body, fields = closed.jaxpr, closed.jaxpr.invars[: consts + carry]
-    atoms = (loop.invars, loop.outvars, body.invars, body.outvars)
-    operands, results, inside, outs = map(list[Any], atoms)
-    before, first, last, after = (list[JaxprEqn]() for _ in range(4))
-    for k, v in enumerate(fields):
-        shape = _shape(v, fields, shardings)
-        if shape == v.aval.shape:
-            continue
-        operand, inner, out, result = held = [Var(v.aval.update(shape=shape)) for _ in range(4)]
-        shardings.update(dict.fromkeys(held, shardings[v]))
-        before.append(_resized(loop, operands[k], operand))
-        first.append(_resized(loop, inner, v))
-        operands[k], inside[k] = operand, inner
-        if (n := k - consts) >= 0:
-            last.append(_resized(loop, outs[n], out))
-            after.append(_resized(loop, result, results[n]))
-            outs[n], results[n] = out, result
-    body = body.replace(invars=inside, outvars=outs, eqns=[*first, *body.eqns, *last])
-    params = loop.params | {"jaxpr": closed.replace(jaxpr=body)}
-    return [*before, loop.replace(invars=operands, outvars=results, params=params), *after]
+    params, (*conds, closed) = dict(loop.params), loop_bodies(loop)
+    body, first = closed.jaxpr, params.get("cond_nconsts", 0)
+    consts, carry = (params["body_nconsts"], len(body.outvars)) if conds else counts_of(loop)
+    fields = body.invars[: consts + carry]
+    shapes = [_shape(v, fields, shardings) for v in fields]
+
+    def held(atoms: Sequence[Any], number: int) -> list[Any]:
+        """Variables of fields from this number on, some of them with more rows."""
+        found = dict(enumerate(atoms, number))
+        for k, v in enumerate(fields):
+            if k in found and shapes[k] != v.aval.shape:
+                found[k] = Var(v.aval.update(shape=shapes[k]))
+                shardings[found[k]] = shardings[v]
+        return [*found.values()]
+
+    def moved(sources: Sequence[Any], results: Sequence[Any]) -> list[JaxprEqn]:
+        return [_resized(loop, a, b) for a, b in zip(sources, results, strict=True) if a is not b]
+
+    def changed(program: ClosedJaxpr, inside: list[Any], outs: list[Any]) -> ClosedJaxpr:
+        own = program.jaxpr
+        eqns = [*moved(inside, own.invars), *own.eqns, *moved(own.outvars, outs)]
+        return program.replace(jaxpr=own.replace(invars=inside, outvars=outs, eqns=eqns))
+
+    whole = changed(closed, held(body.invars, 0), held(body.outvars, consts))
+    params["body_jaxpr" if conds else "jaxpr"] = whole
+    for cond in conds:
+        own = cond.jaxpr.invars
+        inside = [*own[:first], *held(own[first:], consts)]
+        params["cond_jaxpr"] = changed(cond, inside, cond.jaxpr.outvars)
+    operands, results = held(loop.invars, -first), held(loop.outvars, consts)
+    made = loop.replace(invars=operands, outvars=results, params=params)
+    return [*moved(loop.invars, operands), made, *moved(results, loop.outvars)]
 
 
 def _shape(v: Any, fields: Sequence[Any], shardings: Mapping[Any, Sharding]) -> Shape:

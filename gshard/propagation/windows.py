@@ -58,17 +58,15 @@ def can_run(
     eqn: JaxprEqn, places: Sequence[Place], splits: Mapping[Any, Sequence[Split | None]]
 ) -> bool:
     """Whether an operator with windows runs in places: once, but for rows at borders of a dim."""
-    windows, own, borders = {w.result: w for w in _windows(eqn)}, set[Any](), set[int]()
+    windows, own, borders = {w.result: w for w in _windows(eqn)}, set[Any](), set[Any]()
     for d, space in (found for place in places for found in place):
         if space.step > 1 or d not in windows:
             return False
-        if not space.is_border:
-            own.add((d, space))
-        elif windows[d].has_holes or splits[eqn.invars[0]][windows[d].base] is not space.split:
+        here = splits[eqn.invars[0]][windows[d].base]
+        if space.is_border and (windows[d].has_holes or here is not space.split):
             return False
-        else:
-            borders.add(d)
-    return len(own) == len({d for d, _ in own}) and len(borders) < 2
+        (borders if space.is_border else own).add((d, space))
+    return len(own) == len({d for d, _ in own}) and len({d for d, _ in borders}) < 2
 
 
 def in_place(eqn: JaxprEqn, place: Place, result: Any, paint: Paint) -> Iterator[JaxprEqn]:

@@ -218,6 +218,31 @@ def test_staggered_fields_are_held_in_tiles_that_begin_alike(fn, rows):
     assert sent(low) <= (10 * 2 + 3 * 7) * 12, low.collectives
 
 
+@pytest.mark.parametrize("rows", [64, 61])
+def test_fields_that_a_while_loop_holds(rows, tmp_path):
+    """Its condition reads a field, and a constant; the body has constants of its own."""
+    split = even_split(2, 0, 8)
+
+    def fn(points, between, most, weight):
+        def unsettled(state):
+            _, between, number = state
+            return (number < most) & (jnp.abs(between).max() < 100.0)
+
+        def step(state):
+            points, between, number = state
+            between = between + 0.5 * weight * (points[1:] - points[:-1])
+            return points.at[1:-1].add(between[1:] - between[:-1]), between, number + 1
+
+        return jax.lax.while_loop(unsettled, step, (points, between, 0))
+
+    args = POINTS[: rows + 1], BETWEEN[:rows], jnp.int32(3), jnp.cos(BETWEEN[:rows])
+    how = {"inputs": [split, split, None, split], "outputs": [split, split, None]}
+    low = check(fn, *args, **how, rtol=1e-4, atol=1e-4)
+    (text,) = (p.read_text() for p in low.dump(tmp_path) if "row_spaces" in p.name)
+    assert "fields are held with as many rows" in text
+    assert rows == 61 or sent(low) <= (2 + 4 * 7) * 12 + 8, low.collectives
+
+
 @pytest.mark.parametrize("tiles", [(2, 4), (4, 2)])
 def test_staggered_fields_in_two_dims(tiles):
     """Every field has a row or a column less than the points; results are not annotated."""
