@@ -47,7 +47,7 @@ from gshard.rules.base.rule import RULES, Elementwise
 from gshard.rules.window_reduce import POOLS
 from gshard.tensors.sharding import Sharding
 
-_MOST = 256  # equations more
+_MOST = 384  # equations more
 _FEW = 4  # rows at a border
 _SPREAD = 16  # equations on small tensors that may be computed with all rows of large ones
 
