@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +120,7 @@ def measured(plan: Study, plans: Sequence[Study]) -> dict[str, Any]:
     notes = {name: atomic.known_object(plan.place(name) / TRAINED) for name in RUNS.values()}
     trained = {name: note for name, note in notes.items() if note}
     known = training_targets(corpus, [held.task for held, _ in found])["en"]
-    pairs = [pair for held, texts in found for pair in zip(held.tests, texts["model"], strict=True)]
-    recited = {
-        test: float(np.mean([text in known for each, text in pairs if each == test]))
-        for test in tests
-    }
+    recited = reciting([(held, texts["model"]) for held, texts in found], known, groups)
     scores = {"trained": trained, "means": means, "recited": recited, "languages": rows}
     return {"plan": "far.toml", **scores}
 
@@ -155,6 +151,38 @@ def drawn_scores(
             counted = statistics("chrf", "en", tuple(made[i] for i in mine), references)
             scores.setdefault(held.task.foreign, {})[name] = chrf(weight_DN @ counted)
     return scores
+
+
+def reciting(
+    found: Sequence[tuple[HeldOut, Sequence[str]]],
+    known: Collection[str],
+    groups: Mapping[str, str],
+) -> dict[str, dict[str, float]]:
+    """By test the share of outputs that are sentences of the training text, and their scores.
+
+    Of all languages and of each group of them by resource; chrF++ of these outputs and of others.
+    """
+    each: dict[str, list[tuple[str, bool, str, str]]] = {}
+    for held, made in found:
+        for test, text, reference in zip(held.tests, made, held.references, strict=True):
+            said = (groups[held.task.foreign], text in known, text, reference)
+            each.setdefault(test, []).append(said)
+    shares = {}
+    for test, outputs in each.items():
+        row = {
+            group: float(
+                np.mean([known for mine, known, _, _ in outputs if group in ("all", mine)])
+            )
+            for group in ("all", *dict.fromkeys(group for group, *_ in outputs))
+        }
+        for name, recited in (("chrf", True), ("chrf of others", False)):
+            mine = [output for output in outputs if output[1] == recited]
+            if mine:
+                row[name] = score(
+                    [output[2] for output in mine], [output[3] for output in mine]
+                ).chrf
+        shares[test] = row
+    return shares
 
 
 def chrf(counts_DS: np.ndarray) -> np.ndarray:
@@ -195,7 +223,9 @@ def _means(scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Any]:
 
 def tables(results: Mapping[str, Any]) -> str:
     """Means by test with their intervals, and chrF++ of every language."""
-    names = list(dict.fromkeys(name for means in results["means"].values() for name in means))
+    has = {name for means in results["means"].values() for name in means}
+    both = (f"{first} over {second}" for first, second in AGAINST)
+    names = [name for name in (*SYSTEMS, *both) if name in has]
     rows = [[where, *(_cell(means.get(name)) for name in names)]
             for where, means in results["means"].items() if means]  # fmt: skip
     tests = list(dict.fromkeys(t for row in results["languages"] for t in row["tests"]))
@@ -205,10 +235,12 @@ def tables(results: Mapping[str, Any]) -> str:
         cells = [row["tests"].get(test, {}).get(name) for test in tests for name in SYSTEMS]
         shown = ["" if cell is None else f"{cell:.1f}" for cell in cells]
         languages.append([row["task"], f"{row['pairs']:,}", *shown])
-    recited = [[test, f"{share:.1%}"] for test, share in results["recited"].items()]
+    columns = list(dict.fromkeys(name for row in results["recited"].values() for name in row))
+    recited = [[test, *(_known(row, name) for name in columns)]
+               for test, row in results["recited"].items()]  # fmt: skip
     found = [
         table(["test", *names], rows),
-        table(["test", "sentences of the training text"], recited),
+        table(["test: training sentences among outputs", *columns], recited),
     ]
     return "\n\n".join([*found, table(["chrF++", "pairs", *heads], languages)])
 
@@ -216,7 +248,15 @@ def tables(results: Mapping[str, Any]) -> str:
 def _cell(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return ""
-    return f"{found['mean']:.1f} ({found['low']:.1f} to {found['high']:.1f}; {found['languages']})"
+    worse = f", {found['worse']} worse" if found["worse"] else ""
+    of = f"{found['languages']}{worse}"
+    return f"{found['mean']:.1f} ({found['low']:.1f} to {found['high']:.1f}; {of})"
+
+
+def _known(row: Mapping[str, float], name: str) -> str:
+    if name not in row:
+        return ""
+    return f"{row[name]:.1f}" if name.startswith("chrf") else f"{row[name]:.1%}"
 
 
 def main() -> None:
