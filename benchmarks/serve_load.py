@@ -150,7 +150,7 @@ def compared(mine: dict[str, Hypothesis], other: dict[str, Hypothesis]) -> str:
     steps = [np.mean([len(best.tokens) for best in found.values()]) for found in (mine, other)]
     return (
         f"{alike} of {len(mine)} sentences have the same translation in both engines; one takes "
-        f" {steps[0]:.1f} steps on average in gshard and {steps[1]:.1f} in CTranslate2."
+        f"{steps[0]:.1f} steps on average in gshard and {steps[1]:.1f} in CTranslate2."
     )
 
 

@@ -1,4 +1,7 @@
-"""The paper's figures again: what is cheap always, the models' steps among the slow tests."""
+"""The paper's figures again: what is cheap always, the models' steps among the slow tests.
+
+Bounds are those of docs/results/paper.md, in the digits that it shows.
+"""
 
 import numpy as np
 import pytest
@@ -8,27 +11,30 @@ from benchmarks import paper
 
 def test_all_to_all_grows_as_the_paper_measured_and_all_reduce_does_not():
     exchange = paper.collective_growth("all_to_all")
-    assert exchange[2048] / exchange[16] == pytest.approx(paper.EXCHANGE_GROWTH, rel=0.15)
+    assert exchange[2048] / exchange[16] == pytest.approx(8.0, abs=0.05)
+    assert paper.EXCHANGE_GROWTH == 9
     for size in (8 * paper.MB, 32 * paper.MB):
         reduced = paper.collective_growth("all_reduce", size)
-        assert max(reduced.values()) < 1.3 * min(reduced.values())
+        assert max(reduced.values()) < 1.275 * min(reduced.values())
 
 
 @pytest.mark.slow
 def test_steps_per_second_of_the_papers_six_models():
     errors = [abs(row.error) for row in paper.steps_per_second()]
     assert len(errors) == 6
-    assert np.mean(errors) < 0.15
-    assert max(errors) < 0.30
+    assert np.mean(errors) == pytest.approx(0.132, abs=0.001)
+    assert max(errors) == pytest.approx(0.203, abs=0.001)
 
 
 @pytest.mark.slow
 def test_a_layer_from_128_to_2048_experts():
     times = paper.layer_times(paper.layer_forecasts())
     totals = {experts: sum(parts.values()) for experts, parts in times.items()}
-    assert totals[2048] / totals[128] == pytest.approx(paper.LAYER_GROWTH, rel=0.15)
+    assert totals[2048] / totals[128] == pytest.approx(1.81, abs=0.01)
+    assert paper.LAYER_GROWTH == 1.7
     moved = {experts: parts["dispatch and combine"] for experts, parts in times.items()}
-    assert moved[2048] / moved[128] == pytest.approx(paper.LAYER_EXCHANGE_GROWTH, rel=0.15)
+    assert moved[2048] / moved[128] == pytest.approx(4.16, abs=0.01)
+    assert paper.LAYER_EXCHANGE_GROWTH == 3.75
     assert moved[128] / totals[128] == pytest.approx(0.17, abs=0.01)  # paper: 0.16
     assert moved[2048] / totals[2048] == pytest.approx(0.40, abs=0.01)  # paper: 0.36
 
@@ -36,8 +42,13 @@ def test_a_layer_from_128_to_2048_experts():
 @pytest.mark.slow
 def test_memory_is_flat_in_experts_and_linear_in_layers():
     found = {(name, remat): f.memory for name, remat, f in paper.memory_rows()}
-    few, many = (found[f"moe_{e}e_12l", "none"].peak for e in (128, 2048))
-    assert many == pytest.approx(few, rel=0.1)
+    for name, remat, gigabytes in (
+        ("moe_128e_12l", "none", 4.92),
+        ("moe_2048e_12l", "none", 5.25),
+        ("moe_2048e_36l", "none", 14.39),
+        ("moe_2048e_36l", "layer", 9.83),
+    ):
+        assert found[name, remat].peak / 1e9 == pytest.approx(gigabytes, abs=0.01)
     deep = [found[f"moe_2048e_{n}l", "none"].temporary for n in (12, 36, 60)]
     assert np.diff(deep)[0] == pytest.approx(np.diff(deep)[1], rel=0.25)
     for name in ("moe_2048e_36l", "moe_2048e_60l"):

@@ -9,6 +9,7 @@ from benchmarks import speed_gpu
 from benchmarks.gpu import text
 from benchmarks.gpu.report import report, smooth
 from gshard.mt.batching.tokens import open_task
+from tests.documents import ROOT
 
 TINY = {
     "model_dim": 16,
@@ -56,6 +57,28 @@ def test_a_sample_in_reverse(sample, tmp_path):
     for one, other in zip(there, back, strict=True):
         np.testing.assert_array_equal(one.source.ids, other.target.ids)
         np.testing.assert_array_equal(one.target.ends, other.source.ends)
+
+
+def test_the_ratio_to_hugging_face_is_one_in_all_pages():
+    """That of a run which measured both, from the rows of the page of speed."""
+    page = (ROOT / "docs" / "results" / "speed.md").read_text()
+    ratios = {}
+    for sentences in ("64", "256"):
+        gshard, peer = (
+            next(cells[3] for line in page.splitlines()
+                 if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 6
+                 and (cells[0], cells[1], cells[2], cells[-1]) == (engine, "32", sentences, "6"))
+            for engine in ("gshard", "HF `generate`")
+        )  # fmt: skip
+        ratios[sentences] = f"{float(peer) / float(gshard):.1f}"
+    assert f"| decoding: 5 times HF `generate`, 64 sentences | {ratios['64']} times" in page
+    assert f"| decoding: the same, 256 sentences | {ratios['256']} times" in page
+    readme = (ROOT / "README.md").read_text()
+    assert f"{ratios['256']} times as fast as Hugging Face's with 256 sentences" in readme
+    assert f"{ratios['64']} times with 64" in readme
+    paper = (ROOT / "docs" / "results" / "paper.md").read_text()
+    said = f"{ratios['256']} times the speed of Hugging Face at 256 sentences, {ratios['64']} at 64"
+    assert said in paper
 
 
 def test_tables_and_means():
