@@ -1,5 +1,6 @@
 """docs/results/paper.md and the command that runs and times its rows."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -32,6 +33,48 @@ def test_every_table_figure_and_algorithm_of_the_paper_has_a_row_that_says_what_
             named |= {(kind, number) for number in last}
     for kind, count in (("Figure", 13), ("Table", 4), ("Algorithm", 2)):
         assert {number for k, number in named if k == kind} == set(range(1, count + 1)), kind
+
+
+def test_the_rows_of_translation_have_the_scores_of_their_study():
+    """Those that docs/results/figure/longer.json has, from which `as above` prints them."""
+    study = json.loads(Path("docs/results/figure/longer.json").read_text())
+    won = {(each["first"], each["second"]): each["groups"] for each in study["comparisons"]}
+    model = {each["name"]: each for each in study["models"]}
+    name = "{}-{}-long".format
+
+    def over(first: str, second: str, unit: str = "chrf", group: str = "all") -> float:
+        return won[first, second][group][unit]["mean"]
+
+    def high(first: str, second: str) -> float:
+        return model[first]["chrf_high"] - model[second]["chrf_high"]
+
+    many, dense = name("moe-128", 6), name("dense", 6)
+    deep, deep_dense = name("moe-128", 12), name("dense", 12)
+    few = name("moe-32", 6)
+    when = next(each["when"] for each in study["efficiency"] if each["loss"] == 3)
+    tokens = dict(zip(model, when, strict=True))
+    fewer = tokens[many][0] / tokens[deep][0]
+    said = (
+        f"over bilingual models | 128 experts and 12 layers {model[deep]['delta_bleu']:+.1f} BLEU",
+        f"experts are better | {over(many, dense):+.2f} chrF++ at 6 layers, "
+        f"{over(deep, deep_dense):+.2f} at 12",
+        f"much text most | {high(many, dense):+.1f} chrF++ with much text, "
+        f"{over(many, dense, group='low'):+.1f} with little, at 6 layers",
+        f"diminishing returns | {over(few, dense, 'bleu'):+.1f} BLEU from none to 32, "
+        f"{over(many, few, 'bleu'):+.1f} to 128",
+        f"deeper models gain | {over(deep, many, 'bleu'):+.2f} BLEU with 128 experts, "
+        f"{over(deep_dense, dense, 'bleu'):+.2f} without",
+        f"depth does not help | {over(deep, many):+.2f} chrF++ with 128 experts, "
+        f"{over(deep_dense, dense):+.2f} without",
+        f"dense depth helps | {over(many, deep_dense, group='low'):.1f} chrF++ below 128 experts "
+        f"at 6 layers with little text, {high(many, deep_dense):.1f} with much",
+        f"fewer tokens to a loss | {fewer:.2f} times fewer",
+    )
+    found = rows(PAGE.read_text())
+    for each in said:
+        claim, score = each.split(" | ")
+        (row,) = (row for row in found if claim in row.cells[0])
+        assert score in row.cells[3], row.line
 
 
 def test_scores_that_are_not_comparable_say_so_where_they_are_read():
