@@ -240,7 +240,7 @@ def _selected(eqn: JaxprEqn, sharding: Sharding, local: Shape) -> tuple[Reaches,
 
     `lead` is where its own rows are among those, or, if it has none, out of all of them.
     """
-    params, windows, under = eqn.params, [], []
+    params, windows, under, exist = eqn.params, [], [], len(eqn.invars) > 2
     source, operand = (a.aval.shape for a in _sources_first(eqn, *eqn.invars[:2]))
     for dim, split in enumerate(sharding.splits):
         if not split:
@@ -249,11 +249,11 @@ def _selected(eqn: JaxprEqn, sharding: Sharding, local: Shape) -> tuple[Reaches,
         size = params["window_dimensions"][dim]
         begin = np.arange(split.tiles) * local[dim]
         end = np.minimum(begin + local[dim], operand[dim])
-        first = np.maximum(-(-(begin + low - size + 1) // stride), 0)
+        first = np.maximum(-(-(begin + low - size + 1) // stride), 0 if exist else -size)
         last = np.minimum((end - 1 + low) // stride, source[dim] - 1)
         used = (begin < end) & (first <= last)
         count = max(int((last - first + 1)[used].max(initial=1)), 1)
-        if len(eqn.invars) > 2:  # no value for a window that does not exist: one more that does
+        if exist:  # no value for a window that does not, as zero for a sum: one more that does
             first = np.minimum(first, source[dim] - count)
         first = np.where(used, first, NOTHING)
         above = np.where(used, first * stride - low, NOTHING)

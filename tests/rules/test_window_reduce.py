@@ -60,6 +60,17 @@ def test_max_pool_gradient_is_exact_and_exchanges_halos():
     assert halo_only(check(gradient(fn), x, inputs=[even_split(3, 2, 8)], exact=True)) > 0
 
 
+def test_the_gradient_of_a_maximum_sends_the_rows_under_its_windows():
+    """A row each way for the maxima and for their gradients, and two to select in."""
+    x = random_array((64, 4))
+
+    def fn(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, (3, 1), (1, 1), "SAME")
+
+    low = check(gradient(fn), x, inputs=[even_split(2, 0, 8)], exact=True)
+    assert halo_only(low) == 8 * x[:1].nbytes, low.collectives
+
+
 REDUCERS = {
     "sum": (0, lax.add),
     "max": (-np.inf, lax.max),
