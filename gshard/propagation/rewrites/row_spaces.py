@@ -194,7 +194,7 @@ class _RowSpaces:
         if found is not None:
             self.asked.setdefault(source, {})[found] = None
             self._join(source, out)
-        elif not layer.is_constant:
+        elif not isinstance(source, Literal):  # a number, too
             self.alone.add(source)
         return found is not None
 

@@ -120,6 +120,16 @@ def test_between_rows_of_another_tensor():
     check(fn, random_array((8,)), devices=2, outputs=[even_split(1, 0, 2)])
 
 
+def test_numbers_made_of_rows_that_others_place():
+    """The gradient of a number reads the rows as they are, and the update has them in its place."""
+
+    def fn(x):
+        y = jnp.cos(jax.lax.stop_gradient(x)[:-1])
+        return jax.grad(lambda x: jnp.sum(jnp.sin(x.at[:-1].add(y * x.sum())) ** 2))(x)
+
+    check(fn, random_array((16, 3)), **ROWS, rtol=1e-4, atol=1e-4)
+
+
 def quotients(u):
     """A reconstruction whose weights are quotients, with three rows around the field."""
     q = jnp.concatenate([u[:1]] * 3 + [u] + [u[-1:]] * 3)
