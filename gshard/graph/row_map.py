@@ -99,8 +99,8 @@ class Layer:
     def read(self, dim: int) -> slice:
         """The rows of a source's dim, upwards: what a slice takes."""
         axis = next((axis for axis in self.axes if axis.dim == dim), Axis(0, 1))
-        ends = self.base[dim], self.base[dim] + (axis.rows - 1) * axis.stride
-        return slice(min(ends), max(ends) + 1, abs(axis.stride))
+        base, last = self.base[dim], self.base[dim] + max(axis.rows - 1, 0) * axis.stride
+        return slice(min(base, last), max(base, last) + (axis.rows > 0), abs(axis.stride))
 
     def part(self, dim: int, low: int, high: int) -> Layer:
         """The rows `low` to `high` of the result along a dim, where it has no gaps."""

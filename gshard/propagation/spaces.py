@@ -102,16 +102,15 @@ def window_of(source: Any, place: Place, var: Any) -> Layer:
     return window
 
 
-def extended(layer: Layer, place: Place, shape: Sequence[int]) -> Iterator[Layer]:
-    """A layer of a tensor of this shape in a place, with as many rows as there are.
-
-    Only beyond the rows that the tensor has: those are garbage.
-    """
+def extended(layer: Layer, place: Place, shape: Sequence[int]) -> Iterator[tuple[int, Layer]]:
+    """A layer of a tensor of this shape in a place, with as many rows as there are, and its size
+    without them: beyond the rows that the tensor has they are garbage."""
     window = entire(layer.source, shape)
     for d, space in place:
         first, rows, at = space.shared(shape[d])
         window = window.along(d, Axis(at, rows, d, space.gap), first)
     for found in through(window, [layer]):
+        size = found.size
         for d, space in place:
             axis, own = found.axes[d], layer.axes[d]
             if own.step > 1:  # between its rows are those of other layers
@@ -128,7 +127,7 @@ def extended(layer: Layer, place: Place, shape: Sequence[int]) -> Iterator[Layer
                 high = min(high, -((start - layer.source.aval.shape[axis.dim]) // every))
                 axis = Axis(low, high - low, axis.dim, 1, every)
                 found = found.along(d, axis, start + every * low)
-        yield found
+        yield size, found
 
 
 def bytes_sent(

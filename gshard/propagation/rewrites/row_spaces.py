@@ -252,7 +252,7 @@ class _RowSpaces:
             own += [n for n in layers if not n.is_constant and n.is_aligned]
         firsts = [[space.first for _, space in p] for p in (place, *places)]
         shifts = (abs(a - b) for others in firsts for a, b in zip(firsts[0], others, strict=True))
-        shifted = {found for n in own for found in extended(n, place, var.aval.shape)}
+        shifted = {found for n in own for _, found in extended(n, place, var.aval.shape)}
         return sum(shifts) + sum(map(distance, shifted))
 
     def _join(self, one: Any, other: Any) -> None:
@@ -326,7 +326,7 @@ class _RowSpaces:
         for layer in layers or (entire(a, a.aval.shape),):
             options = [m for n in self._options(layer) for m in extended(n, place, a.aval.shape)]
             if options:
-                found.append(max(options, key=rank))
+                found.append(max(options, key=lambda each: (each[0], rank(each[1])))[1])
         self._reads(self.after, a, found, copy)
         shape, found = copy.aval.shape, list(visible(found))
         if len(found) == 1 and found[0].is_all(shape) and found[0].source.aval.shape == shape:

@@ -120,6 +120,20 @@ def test_between_rows_of_another_tensor():
     check(fn, random_array((8,)), devices=2, outputs=[even_split(1, 0, 2)])
 
 
+@pytest.mark.parametrize("shift", [2, 0])
+def test_rows_are_read_in_the_place_that_has_all_of_them(shift):
+    """Of the two rows that a roll brings back, a place at the border has one, and garbage."""
+
+    def fn(x):
+        def loss(x):
+            y = x[:, 2:12]
+            return jnp.sum(jnp.sin(jnp.roll(y, -shift, 1)) + jnp.cos(y))
+
+        return jax.grad(loss)(gshard.split(x, 1, 2))
+
+    check(fn, random_array((4, 13)), devices=2, rtol=1e-5)
+
+
 def test_numbers_made_of_rows_that_others_place():
     """The gradient of a number reads the rows as they are, and the update has them in its place."""
 
