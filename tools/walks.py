@@ -34,7 +34,7 @@ class Start(NamedTuple):
 WALKS = {
     "lower": Start("gshard.runtime.pipeline", "lower", "traced", 12, 0),
     "forecast": Start("gshard.forecast.report", "forecast", "jaxpr", 20, 5),
-    "auto": Start("gshard.autosharding.cost.model", "build", "subject", 13, 2),
+    "auto": Start("gshard.autosharding.cost.model", "ModelBuilder.__init__", "subject", 13, 2),
     "training": Start("gshard.mt.training.loop", "train", "run", 33, 12),
 }
 

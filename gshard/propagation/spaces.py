@@ -26,6 +26,8 @@ from gshard.graph.source import source_of
 from gshard.tensors.factors import Shape
 from gshard.tensors.sharding import Sharding, Split
 
+_FEW = 4  # rows at a border
+
 
 class Space(NamedTuple):
     """Rows of a tensor are the rows from `first` on, `step` apart, of `size` rows in tiles.
@@ -63,6 +65,11 @@ class Space(NamedTuple):
         tile = self.low // self.split.rows(self.size)
         return tile * (self.high - self.low) if self.is_border else 0
 
+    def has_at_border(self, axis: Axis, at: int) -> bool:
+        """Whether rows, which are those from `at` on in it, are few, and in one tile."""
+        local, last = self.split.rows(self.size), at + axis.rows - 1
+        return axis.is_run and axis.rows <= _FEW < local and at // local == last // local
+
     def shared(self, rows: int) -> tuple[int, int, int]:
         """The first of a tensor's rows that is there, how many are, and where the first is."""
         first = max(0, -((self.first - self.low) // self.step))
@@ -80,6 +87,11 @@ def fits(var: Any, place: Place) -> bool:
         space.low <= space.first and space.first + space.step * (var.aval.shape[d] - 1) < space.high
         for d, space in place
     )
+
+
+def of_operand(a: Any, out: Any, place: Place) -> Place:
+    """The place of an operand, which may have one row for all of the result's."""
+    return tuple((d, space) for d, space in place if a.aval.shape[d] == out.aval.shape[d])
 
 
 def distance(layer: Layer) -> int:

@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import JaxprEqn
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var
-from gshard.graph.row_map import Axis, Layer, entire
+from gshard.capture.simplify.painting import painting
+from gshard.graph import replacing
+from gshard.graph.row_map import Axis, Layer, constant, entire, visible
+from gshard.moving.reductions import identity
 from gshard.propagation.spaces import Place
+from gshard.rules.base.primitives import row_map_p
+from gshard.rules.base.rule import RULES, Elementwise
 from gshard.rules.window_reduce import POOLS
 from gshard.tensors.sharding import Split
 
@@ -105,3 +111,25 @@ def in_place(eqn: JaxprEqn, place: Place, result: Any, paint: Paint) -> Iterator
 
 def _put(values: Sequence[Any], at: int, value: Any) -> tuple[Any, ...]:
     return (*values[:at], value, *values[at + 1 :])
+
+
+def is_by_element(eqn: JaxprEqn) -> bool:
+    """Whether each element is made of those in its place, or of numbers."""
+    if not isinstance(RULES.get(eqn.primitive), Elementwise) or len(eqn.outvars) != 1:
+        return False
+    shape = eqn.outvars[0].aval.shape
+    return bool(shape) and not eqn.effects
+
+
+def tensors(eqn: JaxprEqn) -> list[Any]:
+    """The operands that have dims."""
+    return [a for a in eqn.invars if not isinstance(a, Literal) and a.aval.shape]
+
+
+def filled(eqn: JaxprEqn, result: Any, layers: Sequence[Layer]) -> Iterator[JaxprEqn]:
+    """The equations of windows in numbers that change no result of an operator."""
+    kind, aval = POOLS.get(eqn.primitive), result.aval
+    number = np.asarray(identity(kind, aval.dtype)) if kind else np.zeros((), aval.dtype)
+    nothing = Literal(number, aval.update(shape=(), weak_type=False))
+    found = visible([constant(nothing, aval.shape), *layers])
+    yield from painting(replacing(eqn, row_map_p, [], result), found)

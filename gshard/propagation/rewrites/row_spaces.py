@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
@@ -27,9 +26,9 @@ from gshard._jax import Var
 from gshard.capture.simplify.painting import painting
 from gshard.capture.simplify.row_maps import Origins, composed
 from gshard.graph import Graph, at_every_level, live, replacing
-from gshard.graph.row_map import Axis, Layer, constant, entire, through, visible
+from gshard.graph.row_map import Axis, Layer, entire, through, visible
 from gshard.graph.source import source_of
-from gshard.moving.reductions import identity
+from gshard.propagation import windows
 from gshard.propagation.spaces import (
     Place,
     Space,
@@ -38,17 +37,14 @@ from gshard.propagation.spaces import (
     extended,
     fits,
     hold_alike,
+    of_operand,
     rank,
     window_of,
 )  # fmt: skip
-from gshard.propagation.windows import can_run, has_windows, in_place
 from gshard.rules.base.primitives import row_map_p
-from gshard.rules.base.rule import RULES, Elementwise
-from gshard.rules.window_reduce import POOLS
 from gshard.tensors.sharding import Sharding
 
 _MOST = 384  # equations more
-_FEW = 4  # rows at a border
 _SPREAD = 16  # equations on small tensors that may be computed with all rows of large ones
 
 
@@ -119,7 +115,7 @@ class _RowSpaces:
         self.graph, self.origins, self.rejected = graph, origins, rejected
         self.splits = {v: here.splits for v, here in shardings.items()}
         self.maps = {
-            v: layers for v, layers in origins.known.items() if not _is_by_element(graph.makers[v])
+            v: n for v, n in origins.known.items() if not windows.is_by_element(graph.makers[v])
         }
         self.places: dict[Any, list[Place]] = {}
         self.copies: dict[tuple[Any, Place], Any] = {}  # the tensors that are computed there
@@ -138,12 +134,12 @@ class _RowSpaces:
         edges = [
             (eqn.outvars[0], a)
             for eqn in self.graph.eqns
-            if _is_by_element(eqn) and eqn.outvars[0] not in self.maps
-            for a in _tensors(eqn)
+            if windows.is_by_element(eqn) and eqn.outvars[0] not in self.maps
+            for a in windows.tensors(eqn)
             if a.aval.shape == eqn.outvars[0].aval.shape
         ]
         made = {out for out, _ in edges}
-        made |= {eqn.outvars[0] for eqn in self.graph.eqns if has_windows(eqn)}
+        made |= {eqn.outvars[0] for eqn in self.graph.eqns if windows.has_windows(eqn)}
         for out, a in edges:
             if a in made:
                 self._join(a, out)
@@ -165,23 +161,23 @@ class _RowSpaces:
                 for layer in self.maps[out]:
                     self._ask(layer, place, out)
             users = () if out in self.graph.results else self.graph.users(out)
-            rows = users and all(map(has_windows, users))  # which fetch those of its sources
+            rows = users and all(map(windows.has_windows, users))  # they fetch what they need
             wanted = self.maps[out] if out in self.alone and not rows else ()
             able = [self._ask(layer, (), out) for layer in wanted]
             if out in self.alone and not any(able):
-                self.alone.update(_tensors(eqn))  # it stays as it is
+                self.alone.update(windows.tensors(eqn))  # it stays as it is
             return
-        by_element = _is_by_element(eqn)
-        if asked and out is not None and (by_element or has_windows(eqn)):
+        by_element = windows.is_by_element(eqn)
+        if asked and out is not None and (by_element or windows.has_windows(eqn)):
             places = self._chosen(asked, out)
-            runs = by_element or can_run(eqn, places, self.splits)
+            runs = by_element or windows.can_run(eqn, places, self.splits)
             if runs and (out not in self.alone or all(fits(out, place) for place in places)):
                 self.places[out] = places
                 others = (a for a in eqn.invars if not (by_element and a.aval.shape))
                 self.alone.update(a for a in others if not isinstance(a, Literal))
-                for a in _tensors(eqn) if by_element else ():
+                for a in windows.tensors(eqn) if by_element else ():
                     for place in places:
-                        self.asked.setdefault(a, {})[_of_operand(a, out, place)] = None
+                        self.asked.setdefault(a, {})[of_operand(a, out, place)] = None
                     self._join(out, a)
                 return
         if out is None or asked or out in self.alone:
@@ -202,7 +198,7 @@ class _RowSpaces:
         """Where the rows of a layer's source are in a space in which there are those of `out`."""
         source, spaces, found = layer.source, dict(place), dict[int, Space]()
         maker = None if source in self.rejected else self.graph.maker(source)
-        able = maker is not None and (_is_by_element(maker) or has_windows(maker))
+        able = maker is not None and (windows.is_by_element(maker) or windows.has_windows(maker))
         if not able or not layer.is_aligned:
             return None
         for d, split in enumerate(self.splits[out]):
@@ -217,7 +213,7 @@ class _RowSpaces:
                 return None
             at = space.first + space.step * axis.at
             space = space._replace(first=at - step * layer.base[d], step=step)
-            if step == 1 and not space.is_border and _is_border(axis, at, space):
+            if step == 1 and not space.is_border and space.has_at_border(axis, at):
                 space = space._replace(low=at, high=at + axis.rows)
             elif not space.is_border and not self._is_most(axis, n, space, source):
                 return None
@@ -277,7 +273,7 @@ class _RowSpaces:
                 self._reads(self.before, out, layers, out)
                 if out not in self.alone:
                     continue
-                gone = any(a in self.maps and a not in self.alone for a in _tensors(eqn))
+                gone = any(a in self.maps and a not in self.alone for a in windows.tensors(eqn))
                 if gone or any(n.source in self.places for n in layers if not n.is_constant):
                     layers = tuple(max(self._options(n), key=rank) for n in layers)
                     yield from painting(replacing(eqn, row_map_p, [], out), layers)
@@ -289,14 +285,14 @@ class _RowSpaces:
 
     def _computed(self, eqn: JaxprEqn, out: Any) -> Iterator[JaxprEqn]:
         for place in self.places[out]:
-            if has_windows(eqn):
+            if windows.has_windows(eqn):
                 copy = self._copy(out, place)
-                yield from in_place(eqn, place, copy, functools.partial(self._painted, eqn))
+                yield from windows.in_place(eqn, place, copy, functools.partial(self._painted, eqn))
                 continue
             operands = []
             for a in eqn.invars:
                 if not isinstance(a, Literal) and a.aval.shape:
-                    there = _of_operand(a, out, place)
+                    there = of_operand(a, out, place)
                     if (a, there) not in self.copies:
                         yield from self._placed(eqn, a, there)
                     a = self.copies[a, there]
@@ -332,7 +328,7 @@ class _RowSpaces:
         if len(found) == 1 and found[0].is_all(shape) and found[0].source.aval.shape == shape:
             self.copies[a, place] = found[0].source
         else:
-            yield from _filled(eqn, copy, found)
+            yield from windows.filled(eqn, copy, found)
 
     def _painted(self, eqn: JaxprEqn, result: Any, layers: Sequence[Layer]) -> Iterator[JaxprEqn]:
         """The equations of rows under the windows of a border."""
@@ -341,7 +337,7 @@ class _RowSpaces:
             found = through(layers[0], self.maps[source]) if source in self.maps else layers
             layers = [max(self._options(n), key=rank) for n in found]
             self._reads(self.after, eqn.outvars[0], layers, result)
-        yield from _filled(eqn, result, layers)
+        yield from windows.filled(eqn, result, layers)
 
     def _options(self, layer: Layer) -> Iterator[Layer]:
         """A layer in terms of each of the tensors that are computed in the place of its source."""
@@ -389,35 +385,3 @@ class _RowSpaces:
 
 
 Reads = dict[Any, dict[Any, list[Layer]]]  # by groups, and by sources, shapes and splits
-
-
-def _is_by_element(eqn: JaxprEqn) -> bool:
-    """Whether each element is made of those in its place, or of numbers."""
-    if not isinstance(RULES.get(eqn.primitive), Elementwise) or len(eqn.outvars) != 1:
-        return False
-    shape = eqn.outvars[0].aval.shape
-    return bool(shape) and not eqn.effects
-
-
-def _filled(eqn: JaxprEqn, result: Any, layers: Sequence[Layer]) -> Iterator[JaxprEqn]:
-    """The equations of windows in numbers that change no result of an operator."""
-    kind, aval = POOLS.get(eqn.primitive), result.aval
-    number = np.asarray(identity(kind, aval.dtype)) if kind else np.zeros((), aval.dtype)
-    nothing = Literal(number, aval.update(shape=(), weak_type=False))
-    found = visible([constant(nothing, aval.shape), *layers])
-    yield from painting(replacing(eqn, row_map_p, [], result), found)
-
-
-def _is_border(axis: Axis, at: int, space: Space) -> bool:
-    """Whether rows, which are those from `at` on in a space, are few, and in one tile."""
-    local, last = space.split.rows(space.size), at + axis.rows - 1
-    return axis.is_run and axis.rows <= _FEW < local and at // local == last // local
-
-
-def _tensors(eqn: JaxprEqn) -> list[Any]:
-    return [a for a in eqn.invars if not isinstance(a, Literal) and a.aval.shape]
-
-
-def _of_operand(a: Any, out: Any, place: Place) -> Place:
-    """The place of an operand, which may have one row for all of the result's."""
-    return tuple((d, space) for d, space in place if a.aval.shape[d] == out.aval.shape[d])
