@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,12 +14,11 @@ from gshard.commands import options
 from gshard.commands.options import Run as RunFolder
 
 if TYPE_CHECKING:
-    import jax
     from rich.table import Table
 
     from gshard.mt.broadcast import Broadcast
     from gshard.mt.decoding.engines import EngineConfig
-    from gshard.mt.evaluation.baseline_plan import BaselineConfig
+    from gshard.mt.evaluation.baselines import BaselineModels
     from gshard.mt.evaluation.evaluate import EvaluateConfig, System
     from gshard.mt.evaluation.store import AnyTranslator
     from gshard.mt.progress import Progress
@@ -126,7 +125,6 @@ def _measure(
     engine: EngineConfig,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The results of the run, and of its baselines where they get `steps`."""
-    from gshard.mt.evaluation.baselines import evaluate_baselines
     from gshard.mt.evaluation.evaluate import evaluate as measure
     from gshard.mt.evaluation.systems import rounded_system, system_of
 
@@ -142,8 +140,8 @@ def _measure(
         result = measure(run, config, system, bars, rounded if engine.numbers else None)
     if not steps:
         return result, None
-    arguments = _train_baselines(run, config, steps, devices, broadcast, bars)
-    return result, evaluate_baselines(run, config, *arguments, bars)
+    models = _train_baselines(run, config, steps, devices, broadcast, bars)
+    return result, models.measure(config, bars)
 
 
 def _help(run: Run, config: EvaluateConfig, steps: int, devices: int, broadcast: Broadcast) -> None:
@@ -158,7 +156,7 @@ def _help(run: Run, config: EvaluateConfig, steps: int, devices: int, broadcast:
 
 def _train_baselines(
     run: Run, config: EvaluateConfig, steps: int, devices: int, broadcast: Broadcast, bars: Progress
-) -> tuple[BaselineConfig, Callable[[Transformer], AnyTranslator], list[jax.Device]]:
+) -> BaselineModels:
     """Train this process's share of the baselines, if there are others, and wait for theirs.
 
     Each process trains and translates on its own devices; results are shared on disk.
@@ -170,7 +168,7 @@ def _train_baselines(
     from gshard.mt.config import DeviceConfig
     from gshard.mt.decoding.translator import Translator
     from gshard.mt.evaluation.baseline_plan import of_steps
-    from gshard.mt.evaluation.baselines import translate_baselines
+    from gshard.mt.evaluation.baselines import BaselineModels
     from gshard.mt.evaluation.evaluate import search_of
     from gshard.nn.strategy import Strategy
 
@@ -181,13 +179,13 @@ def _train_baselines(
         search = search_of(run, config)
         return Translator(model, run.tokenizer, strategy, search, programs, chosen)
 
-    arguments = (of_steps(steps), translator, chosen)
+    models = BaselineModels(run, of_steps(steps), translator, chosen)
     broadcast.alone()
     if jax.process_count() > 1:
         if mine := share_of(run, config, jax.process_index(), jax.process_count()):
-            translate_baselines(run, replace(config, languages=mine), *arguments, bars)
+            models.translate(replace(config, languages=mine), bars)
         meet("baselines")
-    return arguments
+    return models
 
 
 def share_of(run: Run, config: EvaluateConfig, process: int, count: int) -> tuple[str, ...]:

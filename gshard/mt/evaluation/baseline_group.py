@@ -8,6 +8,7 @@ dev text is measured; its best weights are kept, and it stops when they have sta
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -84,16 +85,16 @@ class BaselineGroup:
         optimizer = training.optimizer(1)  # its state is the same for any number of steps
 
         def spread(tree: Any) -> Any:
-            return tree if parts == 1 else jax.tree.map(lambda x: gshard.split(x, 0, parts), tree)
+            return jax.tree.map(lambda x: gshard.split(x, 0, parts), tree)
 
         def first(keys_N: Array) -> GroupState:
-            train = jax.vmap(lambda key: init_state(config, optimizer, key))(spread(keys_N))
+            train = jax.vmap(lambda key: init_state(config, optimizer, key))(keys_N)
             zeros_N = jnp.zeros((count,), jnp.int32)
             nll_N = jnp.full((count,), jnp.inf, jnp.float32)
             # Not the same arrays twice: a step gives back the memory of those it has used.
             best = jax.tree.map(jnp.copy, train.model)
             running_N = jnp.ones((count,), bool)
-            return spread(GroupState(train, best, nll_N, zeros_N, jnp.copy(zeros_N), running_N))
+            return GroupState(train, best, nll_N, zeros_N, jnp.copy(zeros_N), running_N)
 
         def step(
             state: GroupState, batch: Batch, keys_N: Array, limits_N: Array
@@ -101,36 +102,35 @@ class BaselineGroup:
             def one(
                 state: TrainState, batch: Batch, key: Array, limit: Array
             ) -> tuple[TrainState, Array]:
+                optimizer, smoothing = training.optimizer(limit), training.label_smoothing
                 state, metrics = train_step(
-                    state,
-                    batch,
-                    key,
-                    optimizer=training.optimizer(limit),
-                    label_smoothing=training.label_smoothing,
+                    state, batch, key, optimizer=optimizer, label_smoothing=smoothing
                 )
                 return state, metrics.nll
 
-            state, batch, keys_N, limits_N = spread((state, batch, keys_N, limits_N))
             train, nll_N = jax.vmap(one)(state.train, batch, keys_N, limits_N)
-            return spread(state._replace(train=train)), spread(nll_N)
+            return state._replace(train=train), nll_N
 
         def dev(models: Transformer, batch: Batch) -> tuple[Array, Array]:
-            metrics = jax.vmap(eval_step)(spread(models), spread(batch))
-            return spread(metrics.nll * metrics.tokens), spread(metrics.tokens)
+            metrics = jax.vmap(eval_step)(models, batch)
+            return metrics.nll * metrics.tokens, metrics.tokens
 
         def keep_best(state: GroupState, nll_N: Array, limits_N: Array) -> GroupState:
-            return spread(judge(spread(state), spread(nll_N), spread(limits_N), training.patience))
+            return judge(state, nll_N, limits_N, training.patience)
 
-        def program(fn: Callable[..., Any], donated: tuple[int, ...] = ()) -> Any:
+        def program(fn: Callable[..., Any], *donated: int) -> Any:
             if parts == 1:
                 return jax.jit(fn, donate_argnums=donated)
-            return gshard.jit(fn, devices=chosen, donate_argnums=donated)
+
+            @functools.wraps(fn)
+            def split(*args: Any) -> Any:
+                return spread(fn(*spread(args)))
+
+            return gshard.jit(split, devices=chosen, donate_argnums=donated)
 
         self._plain_first = first
-        self.first = program(first)
-        self.step = program(step, (0,))
-        self.dev = program(dev)
-        self.keep_best = program(keep_best, (0,))
+        self.first, self.step = program(first), program(step, 0)
+        self.dev, self.keep_best = program(dev), program(keep_best, 0)
 
     def state_like(self) -> GroupState:
         """The shapes of the state."""
@@ -158,8 +158,7 @@ class BaselineGroup:
         limits_N = np.array([-(-limit // every) * every for limit in limits], np.int32)
         dev_batches = stacked_dev(dev)
         step = int(np.max(np.asarray(state.train.step)))
-        ahead = read_ahead(batches, step, workers)
-        try:
+        with contextlib.closing(read_ahead(batches, step, workers)) as ahead:
             while np.asarray(state.running).any():
                 for _ in range(every):
                     state, _ = self.step(state, next(ahead), keys_N, limits_N)
@@ -171,20 +170,11 @@ class BaselineGroup:
                 state = self.keep_best(state, mean_N, limits_N)
                 if on_dev:
                     on_dev(step, state)
-        finally:
-            ahead.close()
         return state
 
 
-@functools.lru_cache(maxsize=8)
-def compiled_group(
-    config: TransformerConfig,
-    training: BaselineTraining,
-    count: int,
-    devices: tuple[jax.Device, ...],
-) -> BaselineGroup:
-    """The programs for such a group, compiled once for all groups of one shape."""
-    return BaselineGroup(config, training, count, devices)
+# The programs for a group, compiled once for all groups of one shape.
+compiled_group = functools.lru_cache(maxsize=8)(BaselineGroup)
 
 
 def judge(state: GroupState, nll_N: Array, limits_N: Array, patience: int) -> GroupState:

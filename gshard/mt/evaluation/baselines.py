@@ -8,9 +8,11 @@ baselines translate and are scored by the same code as the run.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +22,6 @@ import numpy as np
 from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.batching.batches import BatchConfig, Batches
-from gshard.mt.batching.packing import Arrays
-from gshard.mt.batching.tokens import TaskTokens
 from gshard.mt.evaluation import baseline_plan as plans
 from gshard.mt.evaluation import evaluate
 from gshard.mt.evaluation import store as stored
@@ -39,156 +39,133 @@ BASELINES = "baselines.json"
 _DEV_BATCHES = 16
 
 
-def train_baselines(
-    run: Run,
-    wanted: Sequence[plans.Baseline],
-    config: plans.BaselineConfig,
-    devices: Sequence[jax.Device] | None = None,
-    progress: Progress = SILENT,
-) -> None:
-    """Train those that are not there yet, group by group, each on its own text."""
-    devices = list(jax.devices()[:1] if devices is None else devices)
-    missing = [baseline for baseline in wanted if read_note(run.folder, baseline) is None]
-    groups = groups_of(run, missing, config, devices)
-    for number, group in enumerate(groups, 1):
-        most = -(-max(baseline.limit for baseline in group) // config.training.dev_every)
-        name = f"baselines {number}/{len(groups)}"
-        _train_group(run, group, config, devices, progress.stage(name, most))
+@dataclass(frozen=True)
+class BaselineModels:
+    """The baselines of a run: how they are trained, on which devices, and who translates."""
 
+    run: Run
+    config: plans.BaselineConfig
+    open_translator: Callable[[Transformer], stored.AnyTranslator] | None = None
+    devices: Sequence[jax.Device] = field(default_factory=lambda: jax.devices()[:1])
 
-def groups_of(
-    run: Run,
-    wanted: Sequence[plans.Baseline],
-    config: plans.BaselineConfig,
-    devices: Sequence[jax.Device],
-) -> list[list[plans.Baseline]]:
-    """Which models are trained side by side: as many as are allowed and fit the devices."""
-    lengths = (run.config.batch.source_length, run.config.batch.target_length)
+    @property
+    def _lengths(self) -> tuple[int, int]:
+        """The lengths of a row, of its source and its target: the run's own."""
+        return self.run.config.batch.source_length, self.run.config.batch.target_length
 
-    def room(baseline: plans.Baseline) -> int:
-        return min(config.models, plans.room_for(baseline, lengths, devices, config.training))
+    def groups(self, wanted: Sequence[plans.Baseline]) -> list[list[plans.Baseline]]:
+        """Which models are trained side by side: as many as are allowed and fit the devices."""
 
-    return plans.baseline_groups(wanted, room)
+        def room(baseline: plans.Baseline) -> int:
+            fit = plans.room_for(baseline, self._lengths, self.devices, self.config.training)
+            return min(self.config.models, fit)
 
+        return plans.baseline_groups(wanted, room)
 
-def _train_group(
-    run: Run,
-    group: Sequence[plans.Baseline],
-    config: plans.BaselineConfig,
-    devices: Sequence[jax.Device],
-    tell: Advance,
-) -> None:
-    began = saved = time.monotonic()
-    lengths = (run.config.batch.source_length, run.config.batch.target_length)
-    batches, dev = [], []
-    for baseline in group:
-        settings = BatchConfig(baseline.rows, *lengths, seed=baseline.seed)
-        batches.append(Batches([baseline.train], settings))
-        dev.append(dev_batches(baseline.dev, baseline.rows, lengths))
-    programs = compiled_group(group[0].model, config.training, len(group), tuple(devices))
-    marks = hashlib.sha256(" ".join(baseline.digest for baseline in group).encode()).hexdigest()[
-        :16
-    ]
-    place = run.folder / "baselines" / f"unfinished-{marks}.npz"
-    seeds, limits = [p.seed for p in group], [p.limit for p in group]
-    state = read_tree(place, programs.state_like())
+    def train(self, wanted: Sequence[plans.Baseline], progress: Progress = SILENT) -> None:
+        """Train those that are not there yet, group by group, each on its own text."""
+        groups = self.groups([each for each in wanted if read_note(self.run.folder, each) is None])
+        for number, group in enumerate(groups, 1):
+            most = -(-max(each.limit for each in group) // self.config.training.dev_every)
+            self._train_group(group, progress.stage(f"baselines {number}/{len(groups)}", most))
 
-    def on_dev(step: int, state: GroupState) -> None:
-        nonlocal saved
-        running = int(np.asarray(state.running).sum())
-        nll = float(np.mean(np.asarray(state.best_nll)))
-        tell(f"step {step:,}, {running} of {len(group)} learning, dev {nll:.3f}")
-        if time.monotonic() - saved > config.save_seconds:
-            write_tree(place, state)
-            saved = time.monotonic()
+    def _train_group(self, group: Sequence[plans.Baseline], tell: Advance) -> None:
+        run, config = self.run, self.config
+        began = saved = time.monotonic()
+        batches, dev = [], []
+        for baseline in group:
+            settings = BatchConfig(baseline.rows, *self._lengths, seed=baseline.seed)
+            batches.append(Batches([baseline.train], settings))
+            # One empty batch if no dev text fits a row.
+            found = batches_of(baseline.dev, baseline.rows, *self._lengths, least=1)
+            dev.append(found[:_DEV_BATCHES])
+        programs = compiled_group(group[0].model, config.training, len(group), tuple(self.devices))
+        marks = hashlib.sha256(" ".join(baseline.digest for baseline in group).encode())
+        place = run.folder / "baselines" / f"unfinished-{marks.hexdigest()[:16]}.npz"
+        seeds, limits = [p.seed for p in group], [p.limit for p in group]
+        state = read_tree(place, programs.state_like())
 
-    state = programs.train(batches, dev, seeds, limits, state, on_dev, config.workers)
-    seconds = time.monotonic() - began
-    nll_N, step_N = np.asarray(state.best_nll), np.asarray(state.best_step)
-    for i, baseline in enumerate(group):
-        model = model_of(state.best, i)
-        note = {
-            "digest": baseline.digest,
-            "size": baseline.size.name,
-            "train_pairs": baseline.train.pairs,
-            "steps": int(step_N[i]),
-            "dev_nll": float(nll_N[i]),
-            "seconds": round(seconds / len(group), 1),
-            "limit": baseline.limit,
-            "system": evaluate.digest_of(model, run.tokenizer.digest),
-            "weights": count_of(model),
-        }
-        with atomic.new_folder(_place(run.folder, baseline)) as part:
-            write_tree(part / "weights.npz", model)
-            atomic.write_json(part / "note.json", note)
-    place.unlink(missing_ok=True)
+        def on_dev(step: int, state: GroupState) -> None:
+            nonlocal saved
+            running = int(np.asarray(state.running).sum())
+            nll = float(np.mean(np.asarray(state.best_nll)))
+            tell(f"step {step:,}, {running} of {len(group)} learning, dev {nll:.3f}")
+            if time.monotonic() - saved > config.save_seconds:
+                write_tree(place, state)
+                saved = time.monotonic()
 
+        state = programs.train(batches, dev, seeds, limits, state, on_dev, config.workers)
+        seconds = time.monotonic() - began
+        nll_N, step_N = np.asarray(state.best_nll), np.asarray(state.best_step)
+        for i, baseline in enumerate(group):
+            model = model_of(state.best, i)
+            note = {
+                "digest": baseline.digest,
+                "size": baseline.size.name,
+                "train_pairs": baseline.train.pairs,
+                "steps": int(step_N[i]),
+                "dev_nll": float(nll_N[i]),
+                "seconds": round(seconds / len(group), 1),
+                "limit": baseline.limit,
+                "system": evaluate.digest_of(model, run.tokenizer.digest),
+                "weights": count_of(model),
+            }
+            with atomic.new_folder(_place(run.folder, baseline)) as part:
+                write_tree(part / "weights.npz", model)
+                atomic.write_json(part / "note.json", note)
+        place.unlink(missing_ok=True)
 
-def dev_batches(dev: TaskTokens, rows: int, lengths: tuple[int, int]) -> list[Arrays]:
-    """The dev text of a task; one empty batch if none of it fits a row."""
-    return batches_of(dev, rows, *lengths, least=1)[:_DEV_BATCHES]
+    def measure(
+        self, evaluation: evaluate.EvaluateConfig, progress: Progress = SILENT
+    ) -> dict[str, Any]:
+        """Train what is missing, measure all on the sentences of `evaluation`: `baselines.json`."""
+        began, run = time.monotonic(), self.run
+        found = self.translate(evaluation, progress)
+        groups = resource_groups(run.corpus, run.tokenizer.config.languages)
+        step = progress.stage("score baselines", len(found))
+        measured: dict[str, dict[str, Any]] = {}
+        for held, note, translations in found:
+            kept = ("size", "steps", "limit", "dev_nll", "weights")
+            measured[str(held.task)] = {
+                "group": groups[held.task.foreign],
+                **{name: note[name] for name in kept},
+                "train_seconds": note["seconds"],
+                **evaluate.task_scores(held, translations),
+            }
+            step(str(held.task))
+        allowed = {"steps_allowed": self.config.steps, "vocabulary": "the run's own"}
+        result = evaluate.results_of(run, evaluation, measured, began) | allowed
+        atomic.write_json(run.folder / BASELINES, result)
+        return result
 
+    def translate(
+        self, evaluation: evaluate.EvaluateConfig, progress: Progress = SILENT
+    ) -> list[tuple[stored.HeldOut, dict[str, Any], list[stored.Translation]]]:
+        """Train what is missing; for each task its sentences, its note and translations.
 
-def evaluate_baselines(
-    run: Run,
-    evaluation: evaluate.EvaluateConfig,
-    config: plans.BaselineConfig,
-    open_translator: Callable[[Transformer], stored.AnyTranslator],
-    devices: Sequence[jax.Device] | None = None,
-    progress: Progress = SILENT,
-) -> dict[str, Any]:
-    """Train what is missing, measure all on the sentences of `evaluation`: `baselines.json`."""
-    began = time.monotonic()
-    found = translate_baselines(run, evaluation, config, open_translator, devices, progress)
-    groups = resource_groups(run.corpus, run.tokenizer.config.languages)
-    step = progress.stage("score baselines", len(found))
-    measured: dict[str, dict[str, Any]] = {}
-    for held, note, translations in found:
-        kept = ("size", "steps", "limit", "dev_nll", "weights")
-        measured[str(held.task)] = {
-            "group": groups[held.task.foreign],
-            **{name: note[name] for name in kept},
-            "train_seconds": note["seconds"],
-            **evaluate.task_scores(held, translations),
-        }
-        step(str(held.task))
-    allowed = {"steps_allowed": config.steps, "vocabulary": "the run's own"}
-    result = evaluate.results_of(run, evaluation, measured, began) | allowed
-    atomic.write_json(run.folder / BASELINES, result)
-    return result
+        Weights are read only where translations are missing.
+        """
+        run = self.run
+        tasks = stored.tasks_of(run.tokenizer, evaluation.languages)
+        sets = stored.held_out(run.corpus, tasks, evaluation.split, evaluation.sentences)
+        wanted = plans.plan_baselines(run, [held.task for held in sets], self.config)
+        self.train(wanted, progress)
+        step = progress.stage("translate with baselines", len(sets))
+        found = []
+        search = (evaluation.split, evaluation.beam, evaluation.alpha)
+        for held, baseline in zip(sets, wanted, strict=True):
+            note = read_note(run.folder, baseline) or {}
+            place = stored.folder_of(run.folder, f"baseline-{held.task}", *search)
+            store = stored.Store(place, {"weights": note["system"]})
+            translator = functools.partial(self._opened, baseline)
+            translations = stored.translate_all(store, [held], translator, rows=evaluation.rows)
+            found.append((held, note, translations[str(held.task)]))
+            step(str(held.task))
+        return found
 
-
-def translate_baselines(
-    run: Run,
-    evaluation: evaluate.EvaluateConfig,
-    config: plans.BaselineConfig,
-    open_translator: Callable[[Transformer], stored.AnyTranslator],
-    devices: Sequence[jax.Device] | None = None,
-    progress: Progress = SILENT,
-) -> list[tuple[stored.HeldOut, dict[str, Any], list[stored.Translation]]]:
-    """Train what is missing; for each task its sentences, its baseline's note and translations.
-
-    Weights are read only where translations are missing.
-    """
-    tasks = stored.tasks_of(run.tokenizer, evaluation.languages)
-    sets = stored.held_out(run.corpus, tasks, evaluation.split, evaluation.sentences)
-    wanted = plans.plan_baselines(run, [held.task for held in sets], config)
-    train_baselines(run, wanted, config, devices, progress)
-    step = progress.stage("translate with baselines", len(sets))
-    found = []
-    search = (evaluation.split, evaluation.beam, evaluation.alpha)
-    for held, baseline in zip(sets, wanted, strict=True):
-        note = read_note(run.folder, baseline) or {}
-        place = stored.folder_of(run.folder, f"baseline-{held.task}", *search)
-        store = stored.Store(place, {"weights": note["system"]})
-
-        def translator(baseline: plans.Baseline = baseline) -> stored.AnyTranslator:
-            return open_translator(read_model(run.folder, baseline))
-
-        translations = stored.translate_all(store, [held], translator, rows=evaluation.rows)
-        found.append((held, note, translations[str(held.task)]))
-        step(str(held.task))
-    return found
+    def _opened(self, baseline: plans.Baseline) -> stored.AnyTranslator:
+        assert self.open_translator is not None
+        return self.open_translator(read_model(self.run.folder, baseline))
 
 
 def read_model(run: Path, baseline: plans.Baseline) -> Transformer:

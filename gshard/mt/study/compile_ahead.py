@@ -23,7 +23,7 @@ from gshard.mt.config import DeviceConfig
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.evaluation.baseline_group import compiled_group, stacked_keys
 from gshard.mt.evaluation.baseline_plan import plan_baselines
-from gshard.mt.evaluation.baselines import groups_of
+from gshard.mt.evaluation.baselines import BaselineModels
 from gshard.mt.evaluation.evaluate import EvaluateConfig, search_of
 from gshard.mt.evaluation.store import tasks_of
 from gshard.mt.run import Run
@@ -78,7 +78,7 @@ def compile_baselines(run: Run, plan: Study, which: int) -> int:
     assert plan.baselines
     config, devices = plan.baselines.config, hosts.chosen(DeviceConfig())
     wanted = plan_baselines(run, tasks_of(run.tokenizer, plan.evaluate.languages), config)
-    groups = groups_of(run, wanted, config, devices)
+    groups = BaselineModels(run, config, devices=devices).groups(wanted)
     if which >= len(groups):
         return 0
     group = groups[which]

@@ -23,7 +23,7 @@ from gshard.mt.atomic import known_object, locked
 from gshard.mt.batching.batches import Batches
 from gshard.mt.config import DeviceConfig, RunConfig
 from gshard.mt.decoding.translator import Translator
-from gshard.mt.evaluation.baselines import evaluate_baselines, translate_baselines
+from gshard.mt.evaluation.baselines import BaselineModels
 from gshard.mt.evaluation.evaluate import evaluate, loads_of, search_of, translations
 from gshard.mt.evaluation.store import AnyTranslator, held_out, tasks_of
 from gshard.mt.evaluation.systems import system_of
@@ -284,11 +284,11 @@ def _baselines(plan: Study, wanted: Wanted, shown: Shown) -> None:
         return
     run = prepare(plan, plan.run(plan.baselines.of))
     run.make_vocabulary()
-    do: Callable[..., Any] = evaluate_baselines if wants_scores else translate_baselines
+    devices = hosts.chosen(DeviceConfig())
+    models = BaselineModels(run, plan.baselines.config, _opener(run, plan), devices)
     began = time.monotonic()
     with shown.bars() as bars:
-        config, devices = plan.baselines.config, hosts.chosen(DeviceConfig())
-        do(run, plan.evaluate, config, _opener(run, plan), devices, bars)
+        (models.measure if wants_scores else models.translate)(plan.evaluate, bars)
     took = {"seconds": round(time.monotonic() - began, 1)}
     atomic.write_json(run.folder / BASELINES_TRANSLATED, took)
     shown.note(f"baselines: {took['seconds']} s")

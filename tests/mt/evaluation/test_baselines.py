@@ -31,7 +31,7 @@ from gshard.mt.evaluation.baseline_plan import (
     plan_baselines,
     set_aside,
 )
-from gshard.mt.evaluation.baselines import evaluate_baselines, read_note, train_baselines
+from gshard.mt.evaluation.baselines import BaselineModels, read_note
 from gshard.mt.evaluation.evaluate import EvaluateConfig
 from gshard.mt.evaluation.scores import score
 from gshard.mt.evaluation.store import held_out, tasks_of
@@ -289,7 +289,8 @@ def test_from_training_to_the_file(run, monkeypatch):
     evaluation = EvaluateConfig(languages=("ru",), sentences=5)
 
     def measure(settings=config()):  # noqa: B008
-        return evaluate_baselines(run, evaluation, settings, lambda model: Upper(model, asked))
+        models = BaselineModels(run, settings, lambda model: Upper(model, asked))
+        return models.measure(evaluation)
 
     found = measure()
     assert found == json.loads((run.folder / "baselines.json").read_text())
@@ -314,7 +315,7 @@ def test_from_training_to_the_file(run, monkeypatch):
 @pytest.mark.slow
 def test_an_interrupted_group_goes_on(run):
     wanted = plan_baselines(run, tasks_of(run.tokenizer, ["ru"]), config())
-    train_baselines(run, wanted, config())
+    BaselineModels(run, config()).train(wanted)
     expected = [baselines.read_model(run.folder, baseline) for baseline in wanted]
     run.folder = run.folder / "other"
     settings = config(save_seconds=0.0)
@@ -328,10 +329,10 @@ def test_an_interrupted_group_goes_on(run):
             return step
 
     with pytest.raises(KeyboardInterrupt):
-        train_baselines(run, wanted, settings, progress=StopAfterOneMeasurement())
+        BaselineModels(run, settings).train(wanted, StopAfterOneMeasurement())
     assert len(list(run.folder.glob("baselines/unfinished-*.npz"))) == 1
     notes = []
-    train_baselines(run, wanted, settings, progress=SimpleNamespace(stage=lambda *a: notes.append))
+    BaselineModels(run, settings).train(wanted, SimpleNamespace(stage=lambda *a: notes.append))
     assert len(notes) == 1  # only the second measurement was left
     assert not list(run.folder.glob("baselines/unfinished-*.npz"))
     for baseline, model in zip(wanted, expected, strict=True):
