@@ -100,10 +100,10 @@ def _on_ray(config: GatherConfig) -> GatherConfig:
     from gshard.errors import UserError
 
     try:
-        from gshard.mt.data.cluster import connect
+        from gshard.mt.launch.ray_cluster import connect
     except ImportError:
         raise UserError("--ray needs more packages: pip install 'gshard[cluster]'") from None
-    connect()
+    connect(os.environ.get("RAY_ADDRESS"))
     own = tuple(
         replace(each, paths=tuple(path.absolute() for path in each.paths)) for each in config.own
     )

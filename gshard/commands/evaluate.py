@@ -16,11 +16,10 @@ from gshard.commands.options import Run as RunFolder
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gshard.mt.broadcast import Broadcast
-    from gshard.mt.decoding.engines import EngineConfig
     from gshard.mt.evaluation.baselines import BaselineModels
-    from gshard.mt.evaluation.evaluate import EvaluateConfig, System
+    from gshard.mt.evaluation.evaluate import EvaluateConfig
     from gshard.mt.evaluation.store import AnyTranslator
+    from gshard.mt.evaluation.systems import Systems
     from gshard.mt.progress import Progress
     from gshard.mt.run import Run
     from gshard.nn.transformer import Transformer
@@ -69,6 +68,7 @@ def evaluate(
     from gshard.mt.decoding.engines import engine_of
     from gshard.mt.evaluation import evaluate as work
     from gshard.mt.evaluation.store import held_out, tasks_of
+    from gshard.mt.evaluation.systems import Systems
     from gshard.mt.launch.status import reporting
     from gshard.mt.progress import SILENT
     from gshard.mt.run import Run
@@ -86,12 +86,12 @@ def evaluate(
     hosts.cache_programs()
     try:
         with reporting() as reporter:
-            broadcast = Broadcast(reporter)
+            systems = Systems(opened, config, devices, Broadcast(reporter), using)
             if not hosts.is_first():
-                _help(opened, config, steps, devices, broadcast)
+                _help(systems, steps)
                 return
             with nullcontext(SILENT) if as_json else show.bars() as bars:
-                result, measured = _measure(opened, config, steps, devices, broadcast, bars, using)
+                result, measured = _measure(systems, steps, bars)
     except KeyboardInterrupt:
         show.console.print("interrupted; run the same command again to continue")
         raise typer.Exit(130) from None
@@ -116,47 +116,28 @@ def _show(result: Mapping[str, Any], measured: Mapping[str, Any] | None) -> None
 
 
 def _measure(
-    run: Run,
-    config: EvaluateConfig,
-    steps: int,
-    devices: int,
-    broadcast: Broadcast,
-    bars: Progress,
-    engine: EngineConfig,
+    systems: Systems, steps: int, bars: Progress
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The results of the run, and of its baselines where they get `steps`."""
     from gshard.mt.evaluation.evaluate import evaluate as measure
-    from gshard.mt.evaluation.systems import rounded_system, system_of
 
-    usual = replace(engine, numbers="")
-
-    def system(which: str) -> System:
-        return system_of(run, which, config, devices, broadcast, usual)
-
-    def rounded(system: System) -> System:
-        return rounded_system(run, system, config, devices, engine)
-
-    with broadcast.leading():
-        result = measure(run, config, system, bars, rounded if engine.numbers else None)
-    if not steps:
-        return result, None
-    models = _train_baselines(run, config, steps, devices, broadcast, bars)
-    return result, models.measure(config, bars)
+    run, config = systems.run, systems.config
+    with systems.broadcast.leading():
+        rounded = systems.rounded if systems.engine.numbers else None
+        result = measure(run, config, systems.system, bars, rounded)
+    return result, _train_baselines(systems, steps, bars).measure(config, bars) if steps else None
 
 
-def _help(run: Run, config: EvaluateConfig, steps: int, devices: int, broadcast: Broadcast) -> None:
+def _help(systems: Systems, steps: int) -> None:
     """The work of the other processes while the first one measures."""
-    from gshard.mt.evaluation.systems import follow
     from gshard.mt.progress import SILENT
 
-    follow(run, config, devices, broadcast)
+    systems.follow()
     if steps:
-        _train_baselines(run, config, steps, devices, broadcast, SILENT)
+        _train_baselines(systems, steps, SILENT)
 
 
-def _train_baselines(
-    run: Run, config: EvaluateConfig, steps: int, devices: int, broadcast: Broadcast, bars: Progress
-) -> BaselineModels:
+def _train_baselines(systems: Systems, steps: int, bars: Progress) -> BaselineModels:
     """Train this process's share of the baselines, if there are others, and wait for theirs.
 
     Each process trains and translates on its own devices; results are shared on disk.
@@ -172,7 +153,8 @@ def _train_baselines(
     from gshard.mt.evaluation.evaluate import search_of
     from gshard.nn.strategy import Strategy
 
-    chosen = [d for d in hosts.chosen(DeviceConfig(devices)) if d in jax.local_devices()]
+    run, config = systems.run, systems.config
+    chosen = [d for d in hosts.chosen(DeviceConfig(systems.devices)) if d in jax.local_devices()]
     strategy, programs = Strategy(len(chosen)), dict[Any, Any]()
 
     def translator(model: Transformer) -> AnyTranslator:
@@ -180,7 +162,7 @@ def _train_baselines(
         return Translator(model, run.tokenizer, strategy, search, programs, chosen)
 
     models = BaselineModels(run, of_steps(steps), translator, chosen)
-    broadcast.alone()
+    systems.broadcast.alone()
     if jax.process_count() > 1:
         if mine := share_of(run, config, jax.process_index(), jax.process_count()):
             models.translate(replace(config, languages=mine), bars)

@@ -40,7 +40,7 @@ from gshard.mt.data.splits import (
 from gshard.mt.data.tiers import Tier
 from gshard.mt.data.user_text import Own
 from gshard.mt.launch.status import end_with_parent
-from gshard.mt.progress import SILENT, Progress
+from gshard.mt.progress import SILENT, Advance, Progress
 
 _BUFFERED = 1_000_000  # rows held while sorting by language
 _PART = f"{atomic.PREFIX}corpus-"  # of a corpus that is not complete yet
@@ -70,60 +70,126 @@ def gather(config: GatherConfig, progress: Progress = SILENT) -> tuple[Corpus, l
     with locked(work, "gathered into"):
         atomic.sweep(work)
         atomic.remove(config.out.glob(_PART + "*"))
-        return _gather(config, work, progress)
+        return _Gathering(config, work, progress).run()
 
 
-def _gather(
-    config: GatherConfig, work: Path, progress: Progress
-) -> tuple[Corpus, list[fetch.Skipped]]:
-    """The same, by the only process that changes these folders."""
-    problems = _fetch(config, work / "packages", progress)
-    jobs = _jobs(config, work)
-    results = _read(config, jobs, progress)
-    problems += [problem for result in results for problem in result.problems]
-    with tempfile.TemporaryDirectory(prefix=atomic.PREFIX, dir=work) as scratch:
-        languages, forced = _sort_by_language(jobs, Path(scratch), config.shares, progress)
-        if not languages:
-            reasons = "".join(f"\n  {problem.what}: {problem.why}" for problem in problems[:10])
-            skipped = f"; skipped:{reasons}" if reasons else ""
-            raise UserError(f"no pair survived the cleaning; nothing was written{skipped}")
-        corpus = _write(config, work, languages, forced, results, problems, progress)
-    return corpus, problems
+@dataclass(frozen=True)
+class _Gathering:
+    """A gathering by the only process that changes these folders."""
 
+    config: GatherConfig
+    work: Path
+    progress: Progress
+    problems: list[fetch.Skipped] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
 
-def _fetch(config: GatherConfig, folder: Path, progress: Progress) -> list[fetch.Skipped]:
-    if config.tier is None:
-        return []
-    packages = config.tier.packages()
-    step = progress.stage("download", len(packages))
-    return fetch.fetch(packages, folder, lambda package, _: step(package.name))
+    def run(self) -> tuple[Corpus, list[fetch.Skipped]]:
+        """All stages."""
+        if tier := self.config.tier:
+            packages = tier.packages()
+            step = self.progress.stage("download", len(packages))
+            folder = self.work / "packages"
+            self.problems.extend(fetch.fetch(packages, folder, lambda each, _: step(each.name)))
+        jobs = self._jobs()
+        results = self._read(jobs)
+        for result in results:
+            self.problems.extend(result.problems)
+            self.dropped.update(result.dropped)
+        with tempfile.TemporaryDirectory(prefix=atomic.PREFIX, dir=self.work) as scratch:
+            step = self.progress.stage("sort", len(jobs))
+            languages, forced = _sort_by_language(jobs, Path(scratch), self.config.shares, step)
+            if not languages:
+                first = self.problems[:10]
+                reasons = "".join(f"\n  {problem.what}: {problem.why}" for problem in first)
+                skipped = f"; skipped:{reasons}" if reasons else ""
+                raise UserError(f"no pair survived the cleaning; nothing was written{skipped}")
+            corpus = self._write(languages, forced, {r.name: r.pairs for r in results})
+        return corpus, self.problems
 
+    def _jobs(self) -> list[jobs.CleaningJob]:
+        folder, packages = self.work / "units", self.work / "packages"
+        folder.mkdir(exist_ok=True)
+        found = [jobs.own_job(own, folder) for own in self.config.own]
+        if tier := self.config.tier:
+            for unit in tier.units():
+                if any(fetch.fetched(package, packages) for package in unit.packages):
+                    found.append(jobs.unit_job(unit, packages, folder, tier))
+        return found
 
-def _jobs(config: GatherConfig, work: Path) -> list[jobs.CleaningJob]:
-    folder = work / "units"
-    folder.mkdir(exist_ok=True)
-    found = [jobs.own_job(own, folder) for own in config.own]
-    if config.tier is not None:
-        for unit in config.tier.units():
-            if any(fetch.fetched(package, work / "packages") for package in unit.packages):
-                found.append(jobs.unit_job(unit, work / "packages", folder, config.tier))
-    return found
+    def _read(self, wanted: list[jobs.CleaningJob]) -> list[jobs.Cleaned]:
+        step = self.progress.stage("read and clean", len(wanted))
+        results = {job.target: result for job in wanted if (result := jobs.finished(job))}
+        for result in results.values():
+            step(result.name)
+        todo = [job for job in wanted if job.target not in results]
+        # The largest first, so that no process is left alone with it at the end.
+        todo.sort(key=_weight, reverse=True)
+        for job, result in _parallel(jobs.read_and_clean, todo, self.config):
+            results[job.target] = result
+            step(result.name)
+        return [results[job.target] for job in wanted]
 
+    def _write(
+        self, languages: dict[str, list[Path]], forced: dict[int, str], units: dict[str, int]
+    ) -> Corpus:
+        config, step = self.config, self.progress.stage("split and write", len(languages))
+        entries: dict[str, Any] = {}
+        old = ""
+        with contextlib.suppress(UserError, KeyError):
+            old = str(Corpus.open(config.out).manifest["folder"])
+        with contextlib.ExitStack() as stack:
+            part = Path(tempfile.mkdtemp(prefix=_PART, dir=config.out))
+            stack.callback(shutil.rmtree, part, ignore_errors=True)
+            sample = config.tier.sample if config.tier else (1.0, 1.0)
+            task = functools.partial(_write_language, part, config.shares, forced, sample)
+            for (language, _), (entry, reasons) in _parallel(task, list(languages.items()), config):
+                entries[language] = entry
+                self.dropped.update(reasons)
+                step(language)
+            too_many, english = label_tests(part, entries, config.shares.most["test"])
+            self.dropped.update(too_many)
+            sums = sorted(split["sha256"] for entry in entries.values() for split in entry.values())
+            folder = f"corpus-{hashlib.sha256(''.join(sums).encode()).hexdigest()[:12]}"
+            part.chmod(0o755)
+            atomic.put_folder(part, config.out / folder)  # perhaps in place of the same corpus
+        manifest = {
+            "version": VERSION,
+            "folder": folder,
+            "tier": config.tier.name if config.tier else None,
+            "shares": {"test": config.shares.test, "dev": config.shares.dev}
+            | {f"most_{split}": count for split, count in config.shares.most.items()},
+            "languages": entries,
+            "english": english,  # different sentences to train on
+            "sources": self._sources(),
+            "units": units,
+            "dropped": {reason: count for reason, count in self.dropped.items() if count},
+            "skipped": [{"what": problem.what, "why": problem.why} for problem in self.problems],
+        }
+        atomic.write_json(config.out / MANIFEST, manifest)
+        if old and old != folder:
+            shutil.rmtree(config.out / old, ignore_errors=True)
+        return Corpus.open(config.out)
 
-def _read(
-    config: GatherConfig, wanted: list[jobs.CleaningJob], progress: Progress
-) -> list[jobs.Cleaned]:
-    step = progress.stage("read and clean", len(wanted))
-    results = {job.target: result for job in wanted if (result := jobs.finished(job))}
-    for result in results.values():
-        step(result.name)
-    todo = [job for job in wanted if job.target not in results]
-    # The largest first, so that no process is left alone with it at the end.
-    todo.sort(key=_weight, reverse=True)
-    for job, result in _parallel(jobs.read_and_clean, todo, config):
-        results[job.target] = result
-        step(result.name)
-    return [results[job.target] for job in wanted]
+    def _sources(self) -> list[dict[str, Any]]:
+        """Where everything came from: name, version, licence, checksum of the archive."""
+        sources: list[dict[str, Any]] = []
+        for package, _ in self.config.tier.packages() if self.config.tier else ():
+            if stamp := fetch.fetched(package, self.work / "packages"):
+                names = ("client", "name", "version", "licence", "bytes", "sha256")
+                sources.append({name: getattr(stamp, name) for name in names})
+                sources[-1]["licence"] = stamp.licence or "unknown"
+        for own in self.config.own:
+            files = [path for path in own.paths if path.is_file()]
+            sources.append(
+                {
+                    "client": own.kind,
+                    "name": own.name,
+                    "licence": self.config.licence,
+                    "bytes": sum(path.stat().st_size for path in files),
+                    "sha256": ", ".join(atomic.checksum(path) for path in files),
+                }
+            )
+        return sources
 
 
 def _weight(job: jobs.CleaningJob) -> int:
@@ -140,7 +206,7 @@ def _parallel(
 ) -> Iterator[tuple[T, R]]:
     """Each item with its result, as they come; in this process if there is little to do."""
     if config.ray and items:
-        from gshard.mt.data.cluster import on_ray
+        from gshard.mt.launch.ray_cluster import on_ray
 
         yield from on_ray(work, items, config.jobs)
         return
@@ -161,10 +227,9 @@ def _parallel(
 
 
 def _sort_by_language(
-    jobs: list[jobs.CleaningJob], scratch: Path, shares: HeldOutShares, progress: Progress
+    jobs: list[jobs.CleaningJob], scratch: Path, shares: HeldOutShares, step: Advance
 ) -> tuple[dict[str, list[Path]], dict[int, str]]:
     """All units' rows as files by language, in the units' order, and the splits users gave."""
-    step = progress.stage("sort", len(jobs))
     files: dict[str, list[Path]] = {}
     forced: dict[int, str] = {}
     buffer: dict[str, list[pa.Table]] = {}
@@ -210,57 +275,6 @@ def _by_language(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
         start += count
 
 
-def _write(
-    config: GatherConfig,
-    work: Path,
-    languages: dict[str, list[Path]],
-    forced: dict[int, str],
-    results: list[jobs.Cleaned],
-    problems: list[fetch.Skipped],
-    progress: Progress,
-) -> Corpus:
-    step = progress.stage("split and write", len(languages))
-    dropped = Counter[str]()
-    for result in results:
-        dropped.update(result.dropped)
-    entries: dict[str, Any] = {}
-    old = ""
-    with contextlib.suppress(UserError, KeyError):
-        old = str(Corpus.open(config.out).manifest["folder"])
-    with contextlib.ExitStack() as stack:
-        part = Path(tempfile.mkdtemp(prefix=_PART, dir=config.out))
-        stack.callback(shutil.rmtree, part, ignore_errors=True)
-        sample = config.tier.sample if config.tier else (1.0, 1.0)
-        task = functools.partial(_write_language, part, config.shares, forced, sample)
-        for (language, _), (entry, reasons) in _parallel(task, list(languages.items()), config):
-            entries[language] = entry
-            dropped.update(reasons)
-            step(language)
-        too_many, english = label_tests(part, entries, config.shares.most["test"])
-        dropped.update(too_many)
-        sums = sorted(split["sha256"] for entry in entries.values() for split in entry.values())
-        folder = f"corpus-{hashlib.sha256(''.join(sums).encode()).hexdigest()[:12]}"
-        part.chmod(0o755)
-        atomic.put_folder(part, config.out / folder)  # perhaps in place of the same corpus
-    manifest = {
-        "version": VERSION,
-        "folder": folder,
-        "tier": config.tier.name if config.tier else None,
-        "shares": {"test": config.shares.test, "dev": config.shares.dev}
-        | {f"most_{split}": count for split, count in config.shares.most.items()},
-        "languages": entries,
-        "english": english,  # different sentences to train on
-        "sources": _sources(config, work),
-        "units": {result.name: result.pairs for result in results},
-        "dropped": {reason: count for reason, count in dropped.items() if count},
-        "skipped": [{"what": problem.what, "why": problem.why} for problem in problems],
-    }
-    atomic.write_json(config.out / MANIFEST, manifest)
-    if old and old != folder:
-        shutil.rmtree(config.out / old, ignore_errors=True)
-    return Corpus.open(config.out)
-
-
 def _write_language(
     part: Path,
     shares: HeldOutShares,
@@ -290,26 +304,3 @@ class _LanguageFiles:
                     batch = reader.get_batch(number)
                     columns = [batch[name].to_pylist() for name in CorpusRow._fields]
                     yield from map(CorpusRow, *columns)
-
-
-def _sources(config: GatherConfig, work: Path) -> list[dict[str, Any]]:
-    """Where everything came from: name, version, licence, checksum of the archive."""
-    sources: list[dict[str, Any]] = []
-    if config.tier is not None:
-        for package, _ in config.tier.packages():
-            if stamp := fetch.fetched(package, work / "packages"):
-                names = ("client", "name", "version", "licence", "bytes", "sha256")
-                sources.append({name: getattr(stamp, name) for name in names})
-                sources[-1]["licence"] = stamp.licence or "unknown"
-    for own in config.own:
-        files = [path for path in own.paths if path.is_file()]
-        sources.append(
-            {
-                "client": own.kind,
-                "name": own.name,
-                "licence": config.licence,
-                "bytes": sum(path.stat().st_size for path in files),
-                "sha256": ", ".join(atomic.checksum(path) for path in files),
-            }
-        )
-    return sources

@@ -1,7 +1,7 @@
 """The checkpoints of a run as systems, on the devices of one process or of several.
 
 The first process measures (`evaluate`); the others hold their part of the weights and run what it
-runs (`follow`).
+runs (`Systems.follow`).
 
 Which experts each language uses is counted layer by layer: the model reads the references (teacher
 forcing), one language at a time, with room for every token at every expert. With the capacity of
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -120,94 +120,83 @@ def batches_of(
 LOAD, SEARCH, ROUTE = "load", "search", "route"
 
 
-class _Loaded:
+class _Loaded(NamedTuple):
     """A checkpoint on the devices, and what all processes run with it."""
 
-    def __init__(
-        self, run: Run, which: str, config: EvaluateConfig, devices: int, broadcast: Broadcast
-    ):
-        self.strategy = hosts.strategy(DeviceConfig(devices))
-        like = model_like(run.model_config, self.strategy)
-        self.model, self.step = load_model(run, which, like)
-        self.translator = Translator(
-            self.model,
-            run.tokenizer,
-            self.strategy,
-            search_of(run, config),
-            broadcast=broadcast,
-            name=which,
-        )
-        self._routing = routing(self.strategy)
+    model: Transformer
+    step: int
+    translator: Translator
+    routing: Callable[[Transformer, Batch], dict[str, jax.Array]]
 
     def route(self, batch: Batch) -> dict[str, np.ndarray]:
         """How often the experts were chosen in a batch."""
-        return jax.tree.map(np.asarray, self._routing(self.model, batch))
+        return jax.tree.map(np.asarray, self.routing(self.model, batch))
 
 
-def system_of(
-    run: Run,
-    which: str,
-    config: EvaluateConfig,
-    devices: int = 0,
-    broadcast: Broadcast | None = None,
-    engine: EngineConfig = EngineConfig("xla"),  # noqa: B008  (frozen)
-) -> System:
-    """A checkpoint of the run as a system on so many devices (0: all); it is read once, here."""
-    broadcast = broadcast or Broadcast()
-    with broadcast.running(LOAD, which):
-        loaded = _Loaded(run, which, config, devices, broadcast)
-    model = loaded.model
-    lengths = (run.config.batch.source_length, run.config.batch.target_length)
+@dataclass(frozen=True)
+class Systems:
+    """The checkpoints of a run as systems on so many devices (0: all)."""
 
-    def routed(batch: Batch) -> dict[str, np.ndarray]:
-        with broadcast.running(ROUTE, which, *map(np.asarray, batch)):
-            return loaded.route(batch)
+    run: Run
+    config: EvaluateConfig
+    devices: int = 0
+    broadcast: Broadcast = field(default_factory=Broadcast)
+    engine: EngineConfig = EngineConfig("xla")  # noqa: RUF009  (frozen)
 
-    def loads(sets: Sequence[HeldOut], progress: Progress) -> Mapping[str, Any]:
-        strategy = loaded.strategy
-        return expert_loads(model, run.tokenizer, sets, lengths, strategy, progress, routed)
+    def _loaded(self, which: str) -> _Loaded:
+        run, strategy = self.run, hosts.strategy(DeviceConfig(self.devices))
+        model, step = load_model(run, which, model_like(run.model_config, strategy))
+        how: dict[str, Any] = {"broadcast": self.broadcast, "name": which}
+        search = search_of(run, self.config)
+        translator = Translator(model, run.tokenizer, strategy, search, **how)
+        return _Loaded(model, step, translator, routing(strategy))
 
-    digest, weights = digest_of(model, run.tokenizer.digest), count_of(model)
-    counted = loads if model.config.experts else None
+    def _opened(self, which: str, engine: EngineConfig) -> AnyTranslator:
+        search = search_of(self.run, self.config)
+        return open_translator(self.run, which, search, self.devices, engine=engine)[0]
 
-    def translator() -> AnyTranslator:
-        if not on_host(engine, devices, Hosts(count=jax.process_count()), started=True):
-            return loaded.translator
-        return open_translator(run, which, search_of(run, config), devices, engine=engine)[0]
+    def system(self, which: str) -> System:
+        """A checkpoint as a system, with the numbers that it has; it is read once, here."""
+        run = self.run
+        with self.broadcast.running(LOAD, which):
+            loaded = self._loaded(which)
+        model, strategy = loaded.model, loaded.translator.strategy
+        lengths = (run.config.batch.source_length, run.config.batch.target_length)
 
-    return System(loaded.step, digest, weights, translator, counted)
+        def routed(batch: Batch) -> dict[str, np.ndarray]:
+            with self.broadcast.running(ROUTE, which, *map(np.asarray, batch)):
+                return loaded.route(batch)
 
+        def loads(sets: Sequence[HeldOut], progress: Progress) -> Mapping[str, Any]:
+            return expert_loads(model, run.tokenizer, sets, lengths, strategy, progress, routed)
 
-def rounded_system(
-    run: Run, system: System, config: EvaluateConfig, devices: int, engine: EngineConfig
-) -> System:
-    """The same checkpoint with its weights in the numbers of `engine`, by one process."""
-    if jax.process_count() > 1:
-        raise UserError(
-            f"--weights {engine.numbers} is for one process, and there are {jax.process_count()}"
-        )
+        def translator() -> AnyTranslator:
+            engine, processes = replace(self.engine, numbers=""), Hosts(count=jax.process_count())
+            if not on_host(engine, self.devices, processes, started=True):
+                return loaded.translator
+            return self._opened(which, engine)
 
-    def translator() -> AnyTranslator:
-        which, search = config.checkpoint, search_of(run, config)
-        return open_translator(run, which, search, devices, engine=engine)[0]
+        digest, weights = digest_of(model, run.tokenizer.digest), count_of(model)
+        counted = loads if model.config.experts else None
+        return System(loaded.step, digest, weights, translator, counted)
 
-    return replace(
-        system,
-        digest=f"{system.digest}-{engine.numbers}",
-        translator=translator,
-        loads=None,
-        numbers=engine.numbers,
-    )
+    def rounded(self, system: System) -> System:
+        """The same checkpoint with its weights in the numbers of the engine, by one process."""
+        numbers, count = self.engine.numbers, jax.process_count()
+        if count > 1:
+            raise UserError(f"--weights {numbers} is for one process, and there are {count}")
+        opened = functools.partial(self._opened, self.config.checkpoint, self.engine)
+        digest = f"{system.digest}-{numbers}"
+        return replace(system, digest=digest, translator=opened, loads=None, numbers=numbers)
 
-
-def follow(run: Run, config: EvaluateConfig, devices: int, broadcast: Broadcast) -> None:
-    """Do what the process that measures does, until it is done."""
-    loaded: dict[str, _Loaded] = {}
-    for message in broadcast.receive():
-        if message.kind == LOAD:
-            loaded[message.whose] = _Loaded(run, message.whose, config, devices, broadcast)
-        elif message.kind == SEARCH:
-            loaded[message.whose].translator.search(*message.arrays)
-        else:
-            arrays: Any = message.arrays  # NumPy's, which programs take
-            loaded[message.whose].route(Batch(*arrays))
+    def follow(self) -> None:
+        """Do what the process that measures does, until it is done."""
+        loaded: dict[str, _Loaded] = {}
+        for message in self.broadcast.receive():
+            if message.kind == LOAD:
+                loaded[message.whose] = self._loaded(message.whose)
+            elif message.kind == SEARCH:
+                loaded[message.whose].translator.search(*message.arrays)
+            else:
+                arrays: Any = message.arrays  # NumPy's, which programs take
+                loaded[message.whose].route(Batch(*arrays))

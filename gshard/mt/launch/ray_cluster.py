@@ -1,8 +1,10 @@
-"""Processes of a training on the nodes of a Ray cluster, one on each.
+"""Work on the nodes of a Ray cluster: processes of a training, one on each, and gatherings.
 
 On every node an actor starts the process and watches it from outside; the driver asks the actors.
 So it does not matter how a process or a node is lost: an actor that does not answer is a node that
-is silent.
+is silent. The units and the languages of a gathering are processed by the same functions as on one
+machine, so the corpus is the same, bit for bit. Its folder must be on a file system that all nodes
+share.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -26,6 +29,8 @@ from gshard.errors import UserError
 from gshard.mt.launch.local import LocalChild, free_port, member
 from gshard.mt.launch.status import Status
 
+T = TypeVar("T")
+R = TypeVar("R")
 _STARTING = 120.0  # seconds that an actor may take to come up
 _ANSWER = 5.0  # seconds that an actor may take to answer
 _LOST = -signal.SIGKILL  # the status of a process whose node is gone
@@ -155,3 +160,21 @@ class RayCluster:
         except ray.exceptions.RayError:
             children[index].lose()  # a node that was there a moment ago
         return children
+
+
+def on_ray(work: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[tuple[T, R]]:
+    """Each item with its result, as they come; so many `workers`, or one for each CPU."""
+    import ray.data  # PyArrow, which a training does without
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+    def worked(row: dict[str, Any]) -> dict[str, Any]:
+        result = work(pickle.loads(row["item"]))
+        return {"number": row["number"], "result": pickle.dumps(result)}
+
+    rows = [{"number": i, "item": pickle.dumps(item)} for i, item in enumerate(items)]
+    waiting = ray.data.from_items(rows, override_num_blocks=len(rows))
+    done = waiting.map(worked, num_cpus=1, compute=ray.data.TaskPoolStrategy(workers or None))
+    for row in done.iter_rows():
+        yield items[row["number"]], pickle.loads(row["result"])

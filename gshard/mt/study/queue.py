@@ -26,7 +26,7 @@ from gshard.mt.decoding.translator import Translator
 from gshard.mt.evaluation.baselines import BaselineModels
 from gshard.mt.evaluation.evaluate import evaluate, loads_of, search_of, translations
 from gshard.mt.evaluation.store import AnyTranslator, held_out, tasks_of
-from gshard.mt.evaluation.systems import system_of
+from gshard.mt.evaluation.systems import Systems
 from gshard.mt.progress import Progress, TrainingProgress
 from gshard.mt.run import ID, METRICS, Run, make_vocabulary
 from gshard.mt.study.compile_ahead import BASELINES, compile_ahead
@@ -162,7 +162,7 @@ def translate(plan: Study, planned: PlannedRun, progress: Progress) -> None:
     sets = held_out(
         run.corpus, tasks_of(run.tokenizer, config.languages), config.split, config.sentences
     )
-    system = system_of(run, config.checkpoint, config)
+    system = Systems(run, config).system(config.checkpoint)
     store, found = translations(run.folder, system, config, sets, progress)
     loads_of(store.folder, system, sets, progress)
     atomic.write_json(

@@ -41,7 +41,7 @@ def test_one_and_four_workers_write_the_same_bytes(own, tmp_path):
     assert len(expected) == 7
     ray.init(num_cpus=2, log_to_driver=False)
     try:
-        from gshard.mt.data.cluster import connect
+        from gshard.mt.launch.ray_cluster import connect
 
         connect()
         for workers in (1, 4):
