@@ -67,7 +67,6 @@ def evaluate(
     from gshard.mt.broadcast import Broadcast
     from gshard.mt.decoding.engines import engine_of
     from gshard.mt.evaluation import evaluate as work
-    from gshard.mt.evaluation.store import held_out, tasks_of
     from gshard.mt.evaluation.systems import Systems
     from gshard.mt.launch.status import reporting
     from gshard.mt.progress import SILENT
@@ -77,8 +76,7 @@ def evaluate(
     chosen = tuple(name for name in languages.replace(" ", "").split(",") if name)
     using, search = engine_of(engine, weights, threads), (beam, alpha, checkpoint)
     config = work.EvaluateConfig(split, chosen, sentences, *search, untrained, examples)
-    # Report misspelt names before the weights are read.
-    held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
+    share_of(opened, config, 0, 1)  # report misspelt names before the weights are read
     which = options.members(coordinator, processes, process)
     steps = baseline_steps if baselines else 0
     shared = {"--devices": devices, "--baseline-steps": steps, **asdict(config), **opened.of_model}
