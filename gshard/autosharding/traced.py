@@ -75,11 +75,8 @@ class TracedProgram:
     def flow(self) -> Flow:
         """How the shardings of its tensors depend on each other, and how often each is made; an
         equation that represents removed ones runs as often as all of them."""
-        flow, times, eqns = (
-            Flow(self.flat.jaxpr, self.devices),
-            self.repeated.times,
-            self.repeated.eqns,
-        )
+        flow = Flow(self.flat.jaxpr, self.devices)
+        times, eqns = self.repeated.times, self.repeated.eqns
         alone = {v for edge in flow.edges if edge.eqn in eqns for v in edge.variables}
         for edge in flow.edges:
             edge.runs *= times if edge.eqn in eqns else 1

@@ -87,9 +87,7 @@ class FusedWork:
         self._alias: dict[Any, Any] = {}
         self._reads: dict[Any, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._writes: dict[Any, dict[int, float]] = defaultdict(dict)
-        self._taken: dict[Any, float] = {}
-        self._operations: dict[Any, float] = {}
-        self._covered: set[Any] = set()
+        self._others: dict[Any, dict[str, Any]] = defaultdict(dict)  # of `MemoryTraffic`
         self._kept: set[Any] = set()  # equations that a compiler does not find to be equal
         self._collect(body)
         seen: set[DeviceOperator] = set()
@@ -103,15 +101,9 @@ class FusedWork:
 
     def of(self, eqn: JaxprEqn | None) -> MemoryTraffic:
         """The memory traffic of an equation."""
-        reads, writes = self._reads.get(eqn, {}), self._writes.get(eqn, {})
-        return MemoryTraffic(
-            tuple(reads.items()),
-            tuple(writes.items()),
-            self._taken.get(eqn, math.inf),
-            self._operations.get(eqn, 0.0),
-            eqn in self._covered,
-            eqn is not None and eqn.primitive in PRODUCTS and eqn not in self._kept,
-        )
+        reads, writes = (tuple(of.get(eqn, {}).items()) for of in (self._reads, self._writes))
+        again = eqn is not None and eqn.primitive in PRODUCTS and eqn not in self._kept
+        return MemoryTraffic(reads, writes, repeated=again, **self._others.get(eqn, {}))
 
     def root(self, var: Any) -> Any:
         """The stored value that a variable is another view of."""
@@ -136,7 +128,7 @@ class FusedWork:
         if not found & PRODUCTS and self._computes(operator):
             for op in operator.members:  # once, even if several operators recompute it
                 count = max(map(elements, (*op.reads, *op.writes)), default=0)
-                self._operations[op.eqn] = operations(op, count // self.devices)
+                self._others[op.eqn]["operations"] = operations(op, count // self.devices)
             return
         written = sum(map(size_of, operator.writes))
         in_place = updates(operator)
@@ -144,13 +136,13 @@ class FusedWork:
             self._read(operator, var, (2.0 if number else 0.0) if in_place else 1.0)
         for op in operator.members if looks_up(operator) else ():
             made = sum(map(size_of, op.writes))
-            self._taken[op.eqn] = 2 * written / max(made, 1)
+            self._others[op.eqn]["taken"] = 2 * written / max(made, 1)
         for op in operator.members:
             for number, var in enumerate(op.writes):
                 if var in operator.writes and not in_place:
                     self._writes[op.eqn][number] = 1.0
             if len(operator.members) > 1 and found & PRODUCTS:
-                self._covered.add(op.eqn)
+                self._others[op.eqn]["covered"] = True
 
     def _computes(self, operator: DeviceOperator) -> bool:
         """Whether the arithmetic of an operator takes longer than what it reads and writes."""

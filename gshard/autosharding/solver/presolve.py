@@ -30,6 +30,9 @@ from gshard.autosharding.solver.problem import (
     Problem,
 )
 
+# A smaller problem, and the function that turns its answers into answers of the original one.
+Reduced = tuple[Problem, Callable[[Ints], Ints]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Removed:
@@ -97,9 +100,8 @@ class ProblemGraph:
         self.edges[first][second] = table
         self.edges[second][first] = table.T
 
-    def result(self) -> tuple[Problem, Callable[[Ints], Ints]]:
-        """The problem that is left, and the function that turns its answers into answers of the
-        original problem."""
+    def result(self) -> Reduced:
+        """The problem that is left, and the way back."""
         left = np.array(list(self.nodes()), dtype=np.int64)
         number = {int(node): position for position, node in enumerate(left)}
         edges = tuple(
@@ -134,7 +136,7 @@ class ProblemGraph:
         return self.problem.memory.renamed([number.get(i, -1) for i in root], strategies)
 
 
-def merge(problem: Problem, clock: Clock | None = None) -> tuple[Problem, Callable[[Ints], Ints]]:
+def merge(problem: Problem, clock: Clock | None = None) -> Reduced:
     """The problem without the nodes that a neighbour decides, and the way back."""
     network = ProblemGraph(problem, clock)
     for node, costs in enumerate(network.costs):
@@ -202,9 +204,7 @@ def _drop(network: ProblemGraph, node: int, allowed: Bools) -> list[tuple[int, i
     return [(min(node, other), max(node, other)) for other in network.edges[node]]
 
 
-def drop_dominated(
-    problem: Problem, clock: Clock | None = None
-) -> tuple[Problem, Callable[[Ints], Ints]]:
+def drop_dominated(problem: Problem, clock: Clock | None = None) -> Reduced:
     """The problem without strategies that another one of the node can always replace.
 
     A strategy is dominated if another one never holds more memory and, whatever the neighbours
@@ -224,9 +224,7 @@ def drop_dominated(
     return network.result()
 
 
-def drop_oversized(
-    problem: Problem, clock: Clock | None = None
-) -> tuple[Problem, Callable[[Ints], Ints]]:
+def drop_oversized(problem: Problem, clock: Clock | None = None) -> Reduced:
     """The problem without strategies that exceed the limit even where all other nodes hold the
     least that they can."""
     network, memory = ProblemGraph(problem, clock), problem.memory.without_least()
@@ -284,9 +282,7 @@ def profile_of(memory: MemoryModel, holdings: list[int]) -> tuple[Ints, Floats]:
     return times, np.cumsum(changes, axis=0)
 
 
-def eliminate(
-    problem: Problem, clock: Clock | None = None
-) -> tuple[Problem, Callable[[Ints], Ints]]:
+def eliminate(problem: Problem, clock: Clock | None = None) -> Reduced:
     """The problem without nodes that hold no memory and have at most two neighbours.
 
     Their best strategy, and what it costs, is a function of what the neighbours take.
@@ -332,9 +328,7 @@ def _eliminated(network: ProblemGraph, node: int) -> set[int]:
     return {first, second}
 
 
-def presolve(
-    problem: Problem, clock: Clock | None = None
-) -> tuple[Problem, Callable[[Ints], Ints]]:
+def presolve(problem: Problem, clock: Clock | None = None) -> Reduced:
     """Merge decided nodes, drop dominated strategies and remove nodes without memory, until the
     problem stays as it is or time runs out: a problem with the same best cost, and the way back."""
     steps: list[Callable[[Ints], Ints]] = []

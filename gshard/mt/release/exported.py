@@ -101,56 +101,58 @@ def renamed(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
     """The weights by the layout's names and in its shapes; biases are zero."""
     c, load, hidden = model.config, _loader(model), _hidden_dims(model.config)
     yield "model.shared.weight", np.concatenate([model.source.table, model.target.table])
-    for side, count in (("encoder", c.encoder_layers), ("decoder", c.decoder_layers)):
-        yield from _norm(f"model.{side}.layer_norm", f"{side}_norm", load)
-        for n in range(count):
-            place, weight = f"model.{side}.layers.{n}", in_layer(load, c, side, n)
-            for ours, theirs in norms_of(c, side):
-                yield from _norm(f"{place}.{theirs}", ours, weight)
-            if has_experts(c, side, n):
-                yield f"{place}.{ROUTER}", np.asarray(weight("moe.gate")).T
-            for ours, theirs in products_of(c, side, n):
-                array = np.asarray(weight(ours.format("w")))
-                each = enumerate(array) if "{}" in theirs else [(0, array)]
-                for expert, one in each:
-                    yield from _product(f"{place}.{theirs}".format(expert), one, hidden[side])
+    for side, n, ours, theirs in arrays_of(c):
+        weight = load if n is None else in_layer(load, c, side, n)
+        if ours.endswith("_norm"):
+            yield f"{theirs}.weight", weight(f"{ours}.scale")
+            yield f"{theirs}.bias", weight(f"{ours}.bias")
+        elif ours == ROUTER:
+            yield theirs, np.asarray(weight(ours)).T
+        else:
+            array = np.asarray(weight(ours.format("w")))
+            for expert, one in enumerate(array) if "{}" in theirs else [(0, array)]:
+                yield from _product(theirs.format(expert), one, hidden[side])
 
 
 def _loader(model: Transformer) -> Load:
     return named(model).__getitem__
 
 
-# Where a layer of the layout has gshard's arrays: its names, with `{}` for the number of an expert,
-# beside gshard's, with `{}` for the letter of a weight or bias.
-ROUTER = "ffn.router.classifier.weight"
+ROUTER = "moe.gate"
 
 
-def norms_of(c: TransformerConfig, side: str) -> Iterator[tuple[str, str]]:
-    """The normalizations of a layer."""
+def arrays_of(c: TransformerConfig) -> Iterator[tuple[str, int | None, str, str]]:
+    """Where the layout has gshard's arrays, beside the tables: the stack, the number of the layer
+    (None of what is behind all), gshard's name in it, and the layout's.
+
+    Normalizations have names that end with `_norm`. In those of products `{}` is the letter of a
+    weight, [outputs, inputs] there, or bias, and in the layout's the number of an expert.
+    """
+    for side, count in (("encoder", c.encoder_layers), ("decoder", c.decoder_layers)):
+        yield side, None, f"{side}_norm", f"model.{side}.layer_norm"
+        for n in range(count):
+            for ours, theirs in _in_layer(c, side, n):
+                yield side, n, ours, f"model.{side}.layers.{n}.{theirs}"
+
+
+def _in_layer(c: TransformerConfig, side: str, n: int) -> Iterator[tuple[str, str]]:
+    """The arrays of a layer, by gshard's name and the layout's."""
+    cross = "cross_attention" if c.experts else "encoder_attn"
     yield "self_norm", "self_attn_layer_norm"
-    if side == "decoder":
-        yield "cross_norm", f"{'cross_attention' if c.experts else 'encoder_attn'}_layer_norm"
-    yield "feed_forward_norm", f"{'ff' if c.experts else 'final'}_layer_norm"
-
-
-def products_of(c: TransformerConfig, side: str, n: int) -> Iterator[tuple[str, str]]:
-    """The products of a layer: weights, there [outputs, inputs], and biases."""
     attentions = [("self_attention", "self_attn")]
     if side == "decoder":
-        attentions.append(("cross_attention", "cross_attention" if c.experts else "encoder_attn"))
+        yield "cross_norm", f"{cross}_layer_norm"
+        attentions.append(("cross_attention", cross))
+    yield "feed_forward_norm", f"{'ff' if c.experts else 'final'}_layer_norm"
     for ours, theirs in attentions:
         for letter, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "out_proj")):
             yield f"{ours}.{{}}{letter}", f"{theirs}.{name}"
     ours, theirs = "feed_forward", "ffn." if c.experts else ""
     if has_experts(c, side, n):
+        yield ROUTER, "ffn.router.classifier.weight"
         ours, theirs = "moe.experts", "ffn.experts.expert_{}."
     for letter, name in (("i", "fc1"), ("o", "fc2")):
         yield f"{ours}.{{}}{letter}", f"{theirs}{name}"
-
-
-def _norm(place: str, ours: str, load: Load) -> Iterator[tuple[str, np.ndarray]]:
-    yield f"{place}.weight", load(f"{ours}.scale")
-    yield f"{place}.bias", load(f"{ours}.bias")
 
 
 def _product(place: str, array: np.ndarray, hidden: int) -> Iterator[tuple[str, np.ndarray]]:

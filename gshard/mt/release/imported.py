@@ -29,7 +29,7 @@ from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import START, SharedTokenizer, VocabularyConfig
 from gshard.mt.config import RunConfig, to_json
-from gshard.mt.release.exported import ROUTER, norms_of, products_of
+from gshard.mt.release.exported import ROUTER, arrays_of
 from gshard.mt.release.imported_files import (
     Tensors,
     TheirSettings,
@@ -189,47 +189,26 @@ def _renamed(
     table = tensors.table(given.vocab_size, c.model_dim)
     yield "source.table", table[: c.source_vocab]
     yield "target.table", table[-c.target_vocab :]
-    for side, count in (("encoder", c.encoder_layers), ("decoder", c.decoder_layers)):
-        yield from _norm(f"{side}_norm", f"model.{side}.layer_norm", tensors, c)
-        for n in range(count):
-            into = f"{side}.{n // 2}.{'sparse' if n % 2 else 'dense'}"
-            place = f"model.{side}.layers.{n}"
-            for ours, theirs in norms_of(c, side):
-                yield from _norm(f"{into}.{ours}", f"{place}.{theirs}", tensors, c)
-            if files.has_experts(c, side, n):
-                gate = tensors(f"{place}.{ROUTER}", c.experts, c.model_dim)
-                yield f"{into}.moe.gate", gate.T
+    for side, n, ours, theirs in arrays_of(c):
+        into = "" if n is None else f"{side}.{n // 2}.{'sparse' if n % 2 else 'dense'}."
+        if ours.endswith("_norm"):
+            yield f"{into}{ours}.scale", tensors(f"{theirs}.weight", c.model_dim)
+            yield f"{into}{ours}.bias", tensors(f"{theirs}.bias", c.model_dim)
+        elif ours == ROUTER:
+            yield f"{into}{ours}", tensors(theirs, c.experts, c.model_dim).T
+        else:
             hidden = getattr(given, f"{side}_ffn_dim")
             shapes = {"fc1": (hidden, c.model_dim), "fc2": (c.model_dim, hidden)}
-            for ours, theirs in products_of(c, side, n):
-                shape = shapes.get(theirs[-3:], (c.model_dim, c.model_dim))
-                for letter, kind, dims in (("w", "weight", shape), ("b", "bias", shape[:1])):
-                    name, known = ours.format(letter), f"{place}.{theirs}.{kind}"
-                    yield f"{into}.{name}", _product(name, known, dims, given, tensors, c)
-
-
-def _product(
-    name: str,
-    place: str,
-    dims: tuple[int, ...],
-    given: TheirSettings,
-    tensors: Tensors,
-    c: TransformerConfig,
-) -> np.ndarray:
-    """The weight or the bias of a product, or of that of each expert."""
-    if "{}" not in place:
-        return tensors(place, *dims).T
-    # Training masks experts' results; afterwards each is made smaller by that share.
-    by = 1 - given.moe_token_dropout if name.endswith("o") else 1
-    each = [tensors(place.format(expert), *dims).T for expert in range(c.experts)]
-    return np.stack(each) * np.float32(by)
-
-
-def _norm(
-    into: str, place: str, tensors: Tensors, c: TransformerConfig
-) -> Iterator[tuple[str, np.ndarray]]:
-    yield f"{into}.scale", tensors(f"{place}.weight", c.model_dim)
-    yield f"{into}.bias", tensors(f"{place}.bias", c.model_dim)
+            shape = shapes.get(theirs[-3:], (c.model_dim, c.model_dim))
+            # Training masks experts' results; afterwards each is made smaller by that share.
+            by = 1 - given.moe_token_dropout if ours.endswith("o") else 1
+            for letter, kind, dims in (("w", "weight", shape), ("b", "bias", shape[:1])):
+                name, place = f"{into}{ours.format(letter)}", f"{theirs}.{kind}"
+                if "{}" not in place:
+                    yield name, tensors(place, *dims).T
+                else:  # of each expert
+                    each = [tensors(place.format(e), *dims).T for e in range(c.experts)]
+                    yield name, np.stack(each) * np.float32(by)
 
 
 def _padded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

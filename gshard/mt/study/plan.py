@@ -13,13 +13,13 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from gshard.errors import UserError, nearest
 from gshard.mt import atomic
 from gshard.mt.atomic import known_object
 from gshard.mt.config import RunConfig, conflicts, override
-from gshard.mt.evaluation.baseline_plan import SIZES, BaselineConfig, Size, of_steps
+from gshard.mt.evaluation.baseline_plan import SIZES, BaselineConfig, of_steps
 from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION, EvaluateConfig, System
 from gshard.mt.presets import preset_or_file
@@ -114,14 +114,10 @@ _PLAN = {
     "corpus": str, "folder": str, "preset": str, "settings": _TABLE, "evaluate": EvaluateConfig,
     "baselines": _TABLE, "compare": tuple[tuple[str, str], ...], "runs": tuple[_TABLE, ...],
 }  # fmt: skip
-_RUN = {
-    "name": str, "steps": int, "tokens": int, "seconds": float, "seconds_of": str, "preset": str,
-    "seed": int, "settings": _TABLE, "goes_on_from": str, "teacher": str, "label": str,
-}  # fmt: skip
-_BASELINES = {
-    "of": str, "steps": int, "fall": float, "sizes": tuple[Size, ...], "models": int, "seed": int,
-    "workers": int, "save_seconds": float,
-}  # fmt: skip
+_OWN = {name: kind for name, kind in get_type_hints(PlannedRun).items() if name != "config"}
+_RUN = {**_OWN, "preset": str, "seed": int, "settings": _TABLE}
+_TRAINED = {n: kind for n, kind in get_type_hints(BaselineConfig).items() if n != "training"}
+_BASELINES = {**_TRAINED, "of": str, "fall": float}
 
 
 def _runs(found: Mapping[str, Any], path: Path) -> Iterator[PlannedRun]:
@@ -161,15 +157,8 @@ def _run(found: Mapping[str, Any], entry: Mapping[str, Any], name: str, path: Pa
         config = override(usual, settings)
     except UserError as error:
         raise UserError(f"{path}: run {name!r}: {error}") from None
-    planned = PlannedRun(
-        name,
-        config,
-        goes_on_from=entry.get("goes_on_from", ""),
-        teacher=entry.get("teacher", ""),
-        label=entry.get("label", name),
-    )
-    changes: dict[str, Any] = {length: value}
-    return replace(planned, **changes)
+    planned = {each: x for each, x in entry.items() if each in _OWN}
+    return PlannedRun(config=config, **{"label": name, **planned})
 
 
 def assignments(table: Mapping[str, Any], prefix: str = "") -> list[str]:
