@@ -131,15 +131,14 @@ class _RowSpaces:
 
     def _groups(self) -> tuple[dict[Any, Any], dict[Any, dict[Any, None]]]:
         """Groups of tensors of one shape that are computed of each other, and what they read."""
+        eqns = [n for n in self.graph.eqns if windows.is_by_element(n) or windows.has_windows(n)]
+        made = {eqn.outvars[0] for eqn in eqns}
         edges = [
             (eqn.outvars[0], a)
-            for eqn in self.graph.eqns
-            if windows.is_by_element(eqn) and eqn.outvars[0] not in self.maps
-            for a in windows.tensors(eqn)
+            for eqn in eqns
+            for a in (windows.tensors(eqn) if windows.is_by_element(eqn) else ())
             if a.aval.shape == eqn.outvars[0].aval.shape
         ]
-        made = {out for out, _ in edges}
-        made |= {eqn.outvars[0] for eqn in self.graph.eqns if windows.has_windows(eqn)}
         for out, a in edges:
             if a in made:
                 self._join(a, out)

@@ -47,6 +47,16 @@ def test_a_gradient_with_windows_of_zeros():
     assert sent(low) <= 7 * 12, low.collectives
 
 
+def test_rows_made_of_a_column_and_a_row():
+    """No operand of the comparison has its shape: the largest of each row, and a number's own."""
+
+    def fn(x):
+        hot = jax.nn.one_hot(jnp.argmax(x, 1), x.shape[1])
+        return jnp.sin(jnp.pad(hot * x, ((1, 0), (0, 0))))[:-1]
+
+    check(fn, random_array((9, 12)), devices=2, inputs=[even_split(2, 0, 2)])
+
+
 def test_what_is_read_otherwise_stays(tmp_path):
     """The sum of all rows needs the tensor itself."""
 
