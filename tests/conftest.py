@@ -1,6 +1,7 @@
 """Eight virtual devices, quick Hypothesis settings, and padding that is poison."""
 
 import collections
+import functools
 import gc
 import os
 import signal
@@ -11,7 +12,11 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import HealthCheck, settings
 from jax.experimental.compilation_cache import compilation_cache
+from jax.extend.core import Literal
 
+from gshard.graph.history import History
+from gshard.graph.regions import LOOPS, bodies
+from gshard.propagation.stage import REWRITES
 from gshard.tensors import padding
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -126,3 +131,49 @@ def _poisoned_padding():
     patch.setattr(padding, "garbage", poison)
     yield
     patch.undo()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _defined_before_use():
+    """A program that reads what nothing makes is an error in the name of the pass that made it.
+
+    Later stages raise a KeyError, if anything.
+    """
+    patch, add = pytest.MonkeyPatch(), History.add
+
+    def added(history, name, jaxpr, *rest, **others):
+        check_defined(jaxpr, name)
+        add(history, name, jaxpr, *rest, **others)
+
+    def checked(title, rewrite):
+        @functools.wraps(rewrite)
+        def run(jaxpr, *args):
+            rewritten = rewrite(jaxpr, *args)
+            if rewritten is not jaxpr:
+                check_defined(rewritten, title)
+            return rewritten
+
+        return run
+
+    patch.setattr(History, "add", added)
+    for title, (rewrite, otherwise) in REWRITES.items():  # propagated before they are added
+        patch.setitem(REWRITES, title, (checked(title, rewrite), otherwise))
+    yield
+    patch.undo()
+
+
+def check_defined(jaxpr, name):
+    """Assert that every variable of a program is made before it is read, in loops too."""
+    made = {*jaxpr.constvars, *jaxpr.invars}
+
+    def check(atoms, reader):
+        for atom in atoms:
+            if type(atom) is not Literal and atom not in made:
+                raise AssertionError(f"{name}: nothing makes {atom}, read by {reader}")
+
+    for eqn in jaxpr.eqns:
+        check(eqn.invars, eqn)
+        made.update(eqn.outvars)
+        for body in bodies(eqn) if eqn.primitive in LOOPS else ():
+            check_defined(body, name)
+    check(jaxpr.outvars, "who calls it")
