@@ -115,8 +115,8 @@ def train(
                 if proved or checked is not None:
                     raise typer.Exit(_check(run, None if proved else checked, display))
                 agreement.silence_orbax_after_failure()
-                intruder = held.intruder if held else lambda: ""
-                outcome = loop.train(run, display, back_to, reporter, intruder, keeps_step=True)
+                hooks = loop.Hooks(display, reporter, *([held.intruder] if held else []))
+                outcome = loop.train(run, hooks, back_to, keeps_step=True)
     _summarize(run, outcome)
     if outcome.signal:
         raise typer.Exit(128 + outcome.signal)

@@ -107,7 +107,7 @@ def train(
     config = _with_length(run.config, steps, max(limit, 0.001) / 60)
     with locked(place) as held:
         run = Run.create(place, config)
-        outcome = loop.train(run, progress, intruder=held.intruder)
+        outcome = loop.train(run, loop.Hooks(progress, intruder=held.intruder))
         # A clock is looked at between steps: a run may end a little before its last second.
         done = outcome.seconds >= 0.97 * seconds if seconds else outcome.step >= steps
         if not done or outcome.signal:

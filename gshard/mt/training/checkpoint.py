@@ -203,22 +203,18 @@ class Checkpoints:
         """The note of the newest checkpoint that has one."""
         for step in reversed(self.steps):
             try:
-                return dict(self._restored(step, {})["note"])
+                return dict(self.restore_some(step, {})["note"])
             except DamagedError:
                 continue
         return None
 
     def restore(self, step: int, model: Any, optimizer: Any) -> tuple[Any, Any, dict[str, Any]]:
         """The checkpoint of one step."""
-        found = self._restored(step, {"model": model, "optimizer": optimizer})
+        found = self.restore_some(step, {"model": model, "optimizer": optimizer})
         return found["model"], found["optimizer"], found["note"]
 
-    def restore_model(self, step: int, model: Any) -> tuple[Any, dict[str, Any]]:
-        """The weights of one step, without the optimizer's state, and the note."""
-        found = self._restored(step, {"model": model})
-        return found["model"], found["note"]
-
-    def _restored(self, step: int, trees: dict[str, Any]) -> dict[str, Any]:
+    def restore_some(self, step: int, trees: dict[str, Any]) -> dict[str, Any]:
+        """Some of the `model` and the `optimizer` of one step, and the note."""
         wanted = {name: named(tree) for name, tree in trees.items()}
         self._verify(step, (*wanted, "note"))
         self._check(step, wanted)

@@ -130,14 +130,14 @@ class SavedWeights:
         if files.is_release(self.run):
             return self._released(like)
         checkpoints, step = self._checkpoints()
-        model, note = checkpoints.restore_model(step, like)
-        if changed := self._changed(note):
+        found = checkpoints.restore_some(step, {"model": like})
+        if changed := self._changed(found["note"]):
             lines = "\n  ".join(changed)
             raise UserError(
                 f"{self.run.folder} is not as it was at step {step}:\n  {lines}\n"
                 "its translations would differ; restore what changed"
             )
-        return model, step
+        return found["model"], step
 
     def _checkpoints(self) -> tuple[Any, int]:
         from gshard.mt.training.checkpoint import Checkpoints  # Orbax, which releases do without

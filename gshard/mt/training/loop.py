@@ -94,21 +94,13 @@ class _Pending(NamedTuple):
 
 
 def train(
-    run: Run,
-    progress: TrainingProgress,
-    back_to: int | None = None,
-    reporter: Reporter | None = None,
-    intruder: Callable[[], str] = lambda: "",
-    *,
-    keeps_step: bool = False,
+    run: Run, hooks: Hooks, back_to: int | None = None, *, keeps_step: bool = False
 ) -> Outcome:
     """Train until the configured step; a run with checkpoints resumes from the newest.
 
     With `back_to` it resumes from the checkpoint of that step, and later ones are removed. With
-    `keeps_step` a compiled step is found by the run's settings, without tracing it. The others are
-    as in `Hooks`.
+    `keeps_step` a compiled step is found by the run's settings, without tracing it.
     """
-    hooks = Hooks(progress, reporter or Reporter(), intruder)
     hooks.reporter.tell("preparing")
     if is_release(run):
         raise UserError(
@@ -118,12 +110,12 @@ def train(
     checkpoints = Checkpoints(run.folder, run.config.train.keep)
     try:
         if back_to is None:
-            if done := _reached(checkpoints, run.config.train.steps, progress):
+            if done := _reached(checkpoints, run.config.train.steps, hooks.progress):
                 return done
         elif back_to not in checkpoints.steps:
             there = ", ".join(map(str, checkpoints.steps)) or "none"
             raise UserError(f"{run.folder} has no checkpoint of step {back_to}; there are {there}")
-        identity = prepare(run, progress, checkpoints.newest_note())
+        identity = prepare(run, hooks.progress, checkpoints.newest_note())
         programs, batches = programs_and_batches(run, keeps_step=keeps_step)
         return _Stretch(run, programs, batches, checkpoints, identity, hooks).train(back_to)
     finally:

@@ -202,7 +202,7 @@ def test_mistakes_are_told(run, tmp_path):
     with pytest.raises(UserError, match="exists already"):
         make_release(run, made)
     with pytest.raises(UserError, match="is a release"):
-        loop.train(Run.open(made), Notes())
+        loop.train(Run.open(made), loop.Hooks(Notes()))
 
 
 def edited(path, change):

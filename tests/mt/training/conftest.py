@@ -5,7 +5,7 @@ import pytest
 
 from gshard.mt import hosts
 from gshard.mt.run import Run
-from gshard.mt.training.loop import train
+from gshard.mt.training.loop import Hooks, train
 from tests.mt.runs import Notes, run_config
 
 
@@ -22,6 +22,6 @@ def _compiled_once(tmp_path_factory):
 def whole(corpus, tmp_path_factory):
     """A run of 12 steps that nothing interrupted."""
     run = Run.create(tmp_path_factory.mktemp("whole") / "run", run_config(corpus))
-    outcome = train(run, Notes())
+    outcome = train(run, Hooks(Notes()))
     assert (outcome.step, outcome.signal) == (12, 0)
     return run

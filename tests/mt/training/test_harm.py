@@ -18,7 +18,7 @@ from gshard.mt.run import Run
 from gshard.mt.training import loop
 from gshard.mt.training.checkpoint import Checkpoints, SaveError
 from gshard.mt.training.loading import differences, identity, load_model
-from gshard.mt.training.loop import train
+from gshard.mt.training.loop import Hooks, train
 from gshard.mt.training.programs import Programs
 from tests.mt.runs import Notes, losses, with_train
 
@@ -63,7 +63,7 @@ def test_an_edited_setting_is_found(half):
     edited["optimizer"]["learning_rate"] = 0.25
     path.write_text(json.dumps(edited))
     with pytest.raises(UserError, match=r"optimizer.learning_rate was 0.5 and is now 0.25"):
-        train(again(half), Notes())
+        train(again(half), Hooks(Notes()))
 
 
 def test_an_edited_fall_is_found_if_it_had_begun(half):
@@ -77,14 +77,14 @@ def test_an_edited_fall_is_found_if_it_had_begun(half):
     assert note["step"] == 12
     assert differences(note["identity"], identity(edited(fall=2, end=14)), 12) == []
     with pytest.raises(UserError, match=r"optimizer.fall was 0 and is now 3"):
-        train(edited(fall=3, end=14), Notes())
+        train(edited(fall=3, end=14), Hooks(Notes()))
 
 
 def test_another_vocabulary_is_found(half, tokenizer):
     shutil.rmtree(half.folder / "vocabulary")
     tokenizer.save(half.folder / "vocabulary")
     with pytest.raises(UserError, match=r"the vocabularies are others|another model"):
-        train(again(half), Notes())
+        train(again(half), Hooks(Notes()))
 
 
 def test_weights_are_not_loaded_with_another_vocabulary_or_model(half, tokenizer):
@@ -140,7 +140,7 @@ def test_half_a_language_removed_is_found(half):
     manifest["languages"]["ru"]["train"] |= {"sha256": digest, "pairs": 40}
     path.write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"the corpus has other text of ru"):
-        train(again(half), Notes())
+        train(again(half), Hooks(Notes()))
 
 
 def ruined(state):
@@ -160,13 +160,13 @@ def test_weights_that_are_not_finite_are_never_saved(half, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Programs, "step", harm)
         with pytest.raises(UserError, match=r"not finite.*--checkpoint 12"):
-            train(half, Notes())
+            train(half, Hooks(Notes()))
     assert Checkpoints(half.folder, read_only=True).steps == before
-    outcome = train(half, Notes(), back_to=8)
+    outcome = train(half, Hooks(Notes()), back_to=8)
     assert outcome.step == 14
     assert losses(half)[12] == losses(again(half))[12]
     with pytest.raises(UserError, match="no checkpoint of step 3; there are"):
-        train(half, Notes(), back_to=3)
+        train(half, Hooks(Notes()), back_to=3)
 
 
 @pytest.mark.slow

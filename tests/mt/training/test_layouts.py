@@ -28,7 +28,7 @@ PATIENCE = 1800  # seconds: machines that run tests are busy
 
 
 def _train(run):
-    return loop.train(run, Notes())
+    return loop.train(run, loop.Hooks(Notes()))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from gshard.errors import UserError
 from gshard.mt.config import DistillConfig
 from gshard.mt.run import Run
 from gshard.mt.training.loading import teacher_of
-from gshard.mt.training.loop import train
+from gshard.mt.training.loop import Hooks, train
 from gshard.nn.strategy import ONE_DEVICE
 from tests.mt.runs import Notes, copied, losses, make_run, with_train
 
@@ -30,21 +30,21 @@ def student(teacher, folder, *, steps=4, **distill):
 @pytest.mark.slow
 def test_a_student_resumes_bit_for_bit_with_its_teacher_elsewhere(whole, tmp_path):
     once = student(whole, tmp_path / "once")
-    train(once, Notes())
+    train(once, Hooks(Notes()))
     plain = student(whole, tmp_path / "plain", share=0.0)
-    train(plain, Notes())
+    train(plain, Hooks(Notes()))
     assert losses(once)[4] != losses(plain)[4]
     first = student(whole, tmp_path / "twice", steps=2)
-    train(first, Notes())
+    train(first, Hooks(Notes()))
     shutil.copytree(whole.folder, tmp_path / "moved")
     elsewhere = DistillConfig(teacher=str(tmp_path / "moved"))
     longer = dataclasses.replace(with_train(first.config, steps=4), distill=elsewhere)
-    train(Run.create(first.folder, longer), Notes())
+    train(Run.create(first.folder, longer), Hooks(Notes()))
     assert losses(first) == losses(once)
     other = dataclasses.replace(elsewhere, checkpoint="8")
     changed = dataclasses.replace(with_train(longer, steps=6), distill=other)
     with pytest.raises(UserError, match="the teacher is another one"):
-        train(Run.create(first.folder, changed), Notes())
+        train(Run.create(first.folder, changed), Hooks(Notes()))
 
 
 def test_a_teacher_with_other_vocabularies_is_refused(whole, tokenizer, tmp_path):

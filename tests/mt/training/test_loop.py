@@ -16,7 +16,7 @@ from gshard.mt.run import Run
 from gshard.mt.training import programs
 from gshard.mt.training.checkpoint import Checkpoints
 from gshard.mt.training.loading import load_model
-from gshard.mt.training.loop import train
+from gshard.mt.training.loop import Hooks, train
 from tests.mt.runs import Notes, copied, losses, weights, with_devices, with_train
 
 
@@ -53,14 +53,14 @@ def test_tensorboard_reads_the_same_figures(whole):
 def test_a_run_that_stopped_goes_on_bit_for_bit(whole, tmp_path):
     """With all that a crash leaves: a damaged checkpoint, and a journal that knows too much."""
     first = copied(whole, tmp_path / "run", steps=6)
-    train(first, Notes())
+    train(first, Hooks(Notes()))
     for file in (first.folder / "checkpoints" / "6").rglob("d/*"):
         file.write_bytes(b"")
     with (first.folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "train", "step": 7, "nll": 99.0}) + '\n{"kind": "tr')
     notes = Notes()
     second = Run.create(tmp_path / "run", with_train(first.config, steps=12))
-    train(second, notes)
+    train(second, Hooks(notes))
     assert "checkpoints/6 is damaged" in notes.notes[0]
     assert notes.notes[1:] == ["resuming at step 4"]
     assert losses(second) == losses(whole)
@@ -77,10 +77,10 @@ def test_a_fall_that_is_decided_late_is_as_one_that_was_planned(whole, tmp_path)
 
     first = copied(whole, tmp_path / "late", steps=8)
     planned = Run.create(tmp_path / "planned", falling(with_train(first.config, steps=12)))
-    train(planned, Notes())
-    train(first, Notes())
+    train(planned, Hooks(Notes()))
+    train(first, Hooks(Notes()))
     late = Run.create(first.folder, planned.config)
-    train(late, Notes())
+    train(late, Hooks(Notes()))
     assert losses(late) == losses(planned)
     assert losses(late) != losses(whole)
     for a, b in zip(weights(late), weights(planned), strict=True):
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_8_devices_goes_on_anywhere(whole, tmp_path, devices):
     shutil.copytree(whole.folder, moved)
     saved = weights(whole, "12")
     longer = with_devices(with_train(whole.config, steps=14), **devices)
-    train(Run.create(moved, longer), Notes())
+    train(Run.create(moved, longer), Hooks(Notes()))
     for a, b in zip(weights(Run.open(moved), "12"), saved, strict=True):
         np.testing.assert_array_equal(a, b)
     found, expected = losses(Run.open(moved)), losses(longer_whole(whole, tmp_path))
@@ -123,7 +123,7 @@ def longer_whole(whole, tmp_path):
     folder = tmp_path / "longer"
     shutil.copytree(whole.folder, folder)
     run = Run.create(folder, with_train(whole.config, steps=14))
-    train(run, Notes())
+    train(run, Hooks(Notes()))
     return run
 
 
@@ -159,7 +159,7 @@ def test_training_gives_up_with_advice(whole, tmp_path):
     )
     wild = Run.create(tmp_path / "run", config)
     with pytest.raises(UserError, match=r"optimizer.learning_rate \(it is 1e\+06\)"):
-        train(wild, Notes())
+        train(wild, Hooks(Notes()))
     skipped = [r["skipped"] for r in wild.metrics() if r["kind"] == "train"]
     assert skipped[-1] == 3
 
@@ -197,7 +197,7 @@ def test_a_number_of_a_folder_is_not_a_step_that_was_reached(whole, tmp_path):
     shutil.copytree(whole.folder, folder)
     (folder / "checkpoints" / "99").mkdir()
     notes = Notes()
-    assert train(Run.open(folder), notes).step == 12
+    assert train(Run.open(folder), Hooks(notes)).step == 12
     assert "checkpoints/99 is damaged: it has no checksums.json" in notes.notes[0]
     assert notes.notes[1:] == ["step 12 is reached already"]
 
@@ -209,7 +209,7 @@ def test_the_last_checkpoint_damaged_is_trained_again(whole, tmp_path):
     for file in (folder / "checkpoints" / "12").rglob("d/*"):
         file.write_bytes(b"")
     notes = Notes()
-    assert train(Run.open(folder), notes).step == 12
+    assert train(Run.open(folder), Hooks(notes)).step == 12
     assert "checkpoints/12 is damaged" in notes.notes[0]
     for a, b in zip(weights(Run.open(folder)), weights(whole), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -219,5 +219,5 @@ def test_the_last_checkpoint_damaged_is_trained_again(whole, tmp_path):
 def test_training_ends_when_another_process_has_entered(whole, tmp_path):
     run = copied(whole, tmp_path / "run", steps=6)
     with pytest.raises(UserError, match="somebody came"):
-        train(run, Notes(), intruder=lambda: "somebody came")
+        train(run, Hooks(Notes(), intruder=lambda: "somebody came"))
     assert Checkpoints(run.folder).steps == []
