@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
     from gshard.mt.evaluation.baselines import BaselineModels
     from gshard.mt.evaluation.evaluate import EvaluateConfig
-    from gshard.mt.evaluation.store import AnyTranslator
     from gshard.mt.evaluation.systems import Systems
     from gshard.mt.progress import Progress
     from gshard.mt.run import Run
-    from gshard.nn.transformer import Transformer
 
 _SCORES = ("bleu", "spbleu", "chrf", "copy_bleu", "nearest_bleu", "untrained_bleu")
 
@@ -145,21 +143,12 @@ def _train_baselines(systems: Systems, steps: int, bars: Progress) -> BaselineMo
     from gshard.mt import hosts
     from gshard.mt.broadcast import meet
     from gshard.mt.config import DeviceConfig
-    from gshard.mt.decoding.translator import Translator
     from gshard.mt.evaluation.baseline_plan import of_steps
     from gshard.mt.evaluation.baselines import BaselineModels
-    from gshard.mt.evaluation.evaluate import search_of
-    from gshard.nn.strategy import Strategy
 
     run, config = systems.run, systems.config
     chosen = [d for d in hosts.chosen(DeviceConfig(systems.devices)) if d in jax.local_devices()]
-    strategy, programs = Strategy(len(chosen)), dict[Any, Any]()
-
-    def translator(model: Transformer) -> AnyTranslator:
-        search = search_of(run, config)
-        return Translator(model, run.tokenizer, strategy, search, programs, chosen)
-
-    models = BaselineModels(run, of_steps(steps), translator, chosen)
+    models = BaselineModels(run, of_steps(steps), chosen)
     systems.broadcast.alone()
     if jax.process_count() > 1:
         if mine := share_of(run, config, jax.process_index(), jax.process_count()):
@@ -170,9 +159,9 @@ def _train_baselines(systems: Systems, steps: int, bars: Progress) -> BaselineMo
 
 def share_of(run: Run, config: EvaluateConfig, process: int, count: int) -> tuple[str, ...]:
     """The languages whose baselines one of `count` processes trains, long and short ones mixed."""
-    from gshard.mt.evaluation.store import held_out, tasks_of
+    from gshard.mt.evaluation.evaluate import sets_of
 
-    sets = held_out(run.corpus, tasks_of(run.tokenizer, config.languages), config.split, 1)
+    sets = sets_of(run, replace(config, sentences=1))
     return tuple(dict.fromkeys(held.task.foreign for held in sets))[process::count]
 
 

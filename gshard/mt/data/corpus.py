@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from gshard.errors import UserError, nearest
 from gshard.mt import atomic
-from gshard.mt.data.splits import SPLITS, CorpusRow
+from gshard.mt.data.splits import SPLITS, CorpusRow, in_groups
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -131,18 +131,15 @@ def write_rows(
     """
     is_test = split == "test"
     schema = SCHEMA.append(pa.field("test", pa.string())) if is_test else SCHEMA
-    labels: Counter[str] = Counter()
-    rest = iter(rows)
-    group = list(itertools.islice(rest, _GROUP))
-    if not group:
+    labels, counts, origins = Counter[str](), Counter[str](), Counter[str]()
+    groups = in_groups(rows, _GROUP)
+    if (first := next(groups, None)) is None:
         return None
-    counts: Counter[str] = Counter()
-    origins: Counter[str] = Counter()
     with (
         atomic.new_file(path) as part,
         pq.ParquetWriter(part, schema, compression="zstd") as writer,
     ):
-        while group:
+        for group in itertools.chain([first], groups):
             columns = [list(column) for column in zip(*group, strict=True)][: len(schema)]
             writer.write_table(pa.table(columns, schema), _GROUP)
             labels.update(columns[3] if is_test else ())
@@ -151,7 +148,6 @@ def write_rows(
             counts["english_words"] += sum(words)
             counts["at_least_4_words"] += sum(count >= 4 for count in words)
             origins.update(row.origin for row in group)
-            group = list(itertools.islice(rest, _GROUP))
     return {
         **counts,
         "origins": dict(origins),

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from gshard.mt import atomic
 from gshard.mt.data import fetch, readers, user_text
 from gshard.mt.data.clean import clean, normalise
-from gshard.mt.data.splits import fingerprint
+from gshard.mt.data.splits import fingerprint, in_groups
 from gshard.mt.data.tiers import Tier, Unit
 from gshard.mt.data.unpack import Files
 
@@ -111,15 +111,9 @@ def read_and_clean(job: CleaningJob) -> Cleaned:
         atomic.new_file(job.target) as part,
         pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer,
     ):
-        columns: list[list[str]] = [[] for _ in SCHEMA]
-        for row in _rows(job, dropped, report):
-            for column, cell in zip(columns, row, strict=True):
-                column.append(cell)
-            pairs += 1
-            if len(columns[0]) >= _ROWS:
-                writer.write_table(pa.table(columns, SCHEMA))
-                columns = [[] for _ in SCHEMA]
-        writer.write_table(pa.table(columns, SCHEMA))
+        for rows in in_groups(_rows(job, dropped, report), _ROWS):
+            writer.write_table(pa.table(list(map(list, zip(*rows, strict=True))), SCHEMA))
+            pairs += len(rows)
         found = Cleaned(job.name, pairs, dict(dropped), tuple(problems))
         note = json.dumps({**asdict(found), "digest": job.digest})
         writer.add_key_value_metadata({_KEY: note.encode()})

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from scipy import sparse
 
 from gshard.mt.data.corpus import write_rows
-from gshard.mt.data.splits import CorpusRow, fingerprint, fold
+from gshard.mt.data.splits import CorpusRow, fingerprint, fold, in_groups
 
 WINDOW = 8  # words in a row
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse
@@ -159,8 +159,7 @@ def close(held_out: Sequence[str], training: Iterable[str]) -> np.ndarray:
     known = _Fingerprints()
     held = _hashed(held_out, known)
     sets = _WordSets(held)
-    rest = iter(training)
-    while part := [text for _, text in zip(range(_PART), rest, strict=False)]:
+    for part in in_groups(training, _PART):
         other = _hashed(part, known)
         found[_in(held.full, np.concatenate([other.full, other.without]))] = True
         found[held.row[_in(held.without, other.full)]] = True

@@ -16,13 +16,14 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from gshard.errors import UserError
 from gshard.mt.data.clean import PLACEHOLDER
 
+T = TypeVar("T")
 SPLITS = ("train", "dev", "test")  # the stronger one last
 MIN_WORDS, MAX_WORDS = 5, 40  # of a held-out sentence
 
@@ -40,6 +41,13 @@ class CorpusRow(NamedTuple):
     english: str
     origin: str
     split: str = ""
+
+
+def in_groups(rows: Iterable[T], size: int) -> Iterator[list[T]]:
+    """So many of them at a time."""
+    rest = iter(rows)
+    while group := list(itertools.islice(rest, size)):
+        yield group
 
 
 def fold(text: str) -> str:

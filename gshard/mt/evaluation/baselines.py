@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import numpy as np
 from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.batching.batches import BatchConfig, Batches
+from gshard.mt.decoding.translator import Translator
 from gshard.mt.evaluation import baseline_plan as plans
 from gshard.mt.evaluation import evaluate
 from gshard.mt.evaluation import store as stored
@@ -30,6 +31,7 @@ from gshard.mt.evaluation.scores import resource_groups
 from gshard.mt.evaluation.systems import batches_of
 from gshard.mt.progress import SILENT, Advance, Progress
 from gshard.mt.training.weights import count_of, named, unnamed
+from gshard.nn.strategy import Strategy
 from gshard.nn.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -41,12 +43,15 @@ _DEV_BATCHES = 16
 
 @dataclass(frozen=True)
 class BaselineModels:
-    """The baselines of a run: how they are trained, on which devices, and who translates."""
+    """The baselines of a run: how they are trained, and on which devices.
+
+    Each program of a search is compiled once for all models of a shape.
+    """
 
     run: Run
     config: plans.BaselineConfig
-    open_translator: Callable[[Transformer], stored.AnyTranslator] | None = None
     devices: Sequence[jax.Device] = field(default_factory=lambda: jax.devices()[:1])
+    programs: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def _lengths(self) -> tuple[int, int]:
@@ -146,8 +151,7 @@ class BaselineModels:
         Weights are read only where translations are missing.
         """
         run = self.run
-        tasks = stored.tasks_of(run.tokenizer, evaluation.languages)
-        sets = stored.held_out(run.corpus, tasks, evaluation.split, evaluation.sentences)
+        sets = evaluate.sets_of(run, evaluation)
         wanted = plans.plan_baselines(run, [held.task for held in sets], self.config)
         self.train(wanted, progress)
         step = progress.stage("translate with baselines", len(sets))
@@ -157,15 +161,19 @@ class BaselineModels:
             note = read_note(run.folder, baseline) or {}
             place = stored.folder_of(run.folder, f"baseline-{held.task}", *search)
             store = stored.Store(place, {"weights": note["system"]})
-            translator = functools.partial(self._opened, baseline)
+            translator = functools.partial(self.opened, baseline, evaluation)
             translations = stored.translate_all(store, [held], translator, rows=evaluation.rows)
             found.append((held, note, translations[str(held.task)]))
             step(str(held.task))
         return found
 
-    def _opened(self, baseline: plans.Baseline) -> stored.AnyTranslator:
-        assert self.open_translator is not None
-        return self.open_translator(read_model(self.run.folder, baseline))
+    def opened(
+        self, baseline: plans.Baseline, evaluation: evaluate.EvaluateConfig
+    ) -> stored.AnyTranslator:
+        """The translator of a baseline that is there."""
+        model, devices = read_model(self.run.folder, baseline), self.devices
+        strategy, search = Strategy(len(devices)), evaluate.search_of(self.run, evaluation)
+        return Translator(model, self.run.tokenizer, strategy, search, self.programs, devices)
 
 
 def read_model(run: Path, baseline: plans.Baseline) -> Transformer:

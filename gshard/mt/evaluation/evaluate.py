@@ -88,8 +88,7 @@ def evaluate(
     `open_rounded` makes the same system with its weights rounded, to measure that too.
     """
     began = time.monotonic()
-    tasks = stored.tasks_of(run.tokenizer, config.languages)
-    sets = stored.held_out(run.corpus, tasks, config.split, config.sentences)
+    sets = sets_of(run, config)
     system = open_system(config.checkpoint)
     store, found = translations(run.folder, system, config, sets, progress)
     others: dict[str, dict[str, list[stored.Translation]]] = {}
@@ -124,6 +123,12 @@ def evaluate(
     }
     atomic.write_json(run.folder / EVALUATION, result)
     return result
+
+
+def sets_of(run: Run, config: EvaluateConfig) -> list[stored.HeldOut]:
+    """The sentences to measure on."""
+    tasks = stored.tasks_of(run.tokenizer, config.languages)
+    return stored.held_out(run.corpus, tasks, config.split, config.sentences)
 
 
 def results_of(

@@ -15,10 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gshard.mt import hosts
-from gshard.mt.batching.packing import Arrays
+from gshard.mt.batching.packing import Arrays, fill
 from gshard.mt.config import DeviceConfig
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.evaluation.baseline_group import compiled_group, stacked_keys
@@ -78,7 +77,7 @@ def compile_baselines(run: Run, plan: Study, which: int) -> int:
     assert plan.baselines
     config, devices = plan.baselines.config, hosts.chosen(DeviceConfig())
     wanted = plan_baselines(run, tasks_of(run.tokenizer, plan.evaluate.languages), config)
-    groups = BaselineModels(run, config, devices=devices).groups(wanted)
+    groups = BaselineModels(run, config, devices).groups(wanted)
     if which >= len(groups):
         return 0
     group = groups[which]
@@ -109,14 +108,7 @@ def _compile_search(run: Run, config: TransformerConfig, evaluate: EvaluateConfi
 def blank_batch(run: Run) -> Arrays:
     """A batch of padding, shaped as those of a run."""
     config = run.config.batch
-    source = ("source", "source_segments", "source_positions")
-    return {
-        name: np.zeros(
-            (config.rows, config.source_length if name in source else config.target_length),
-            np.int32,
-        )
-        for name in Batch._fields
-    }
+    return fill([[]] * config.rows, (), config.source_length, config.target_length, languages=False)
 
 
 def _main(path: str, name: str) -> None:

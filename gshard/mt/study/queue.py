@@ -22,10 +22,8 @@ from gshard.mt import atomic, hosts
 from gshard.mt.atomic import known_object, locked
 from gshard.mt.batching.batches import Batches
 from gshard.mt.config import DeviceConfig, RunConfig
-from gshard.mt.decoding.translator import Translator
 from gshard.mt.evaluation.baselines import BaselineModels
-from gshard.mt.evaluation.evaluate import evaluate, loads_of, search_of, translations
-from gshard.mt.evaluation.store import AnyTranslator, held_out, tasks_of
+from gshard.mt.evaluation.evaluate import evaluate, loads_of, sets_of, translations
 from gshard.mt.evaluation.systems import Systems
 from gshard.mt.progress import Progress, TrainingProgress
 from gshard.mt.run import ID, METRICS, Run, make_vocabulary
@@ -44,7 +42,6 @@ from gshard.mt.study.plan import (
 )
 from gshard.mt.training import loop
 from gshard.mt.training.checkpoint import FOLDER
-from gshard.nn.transformer import Transformer
 
 _SAMPLE = 8  # batches whose tokens are counted
 
@@ -159,9 +156,7 @@ def translate(plan: Study, planned: PlannedRun, progress: Progress) -> None:
     began = time.monotonic()
     run = Run.open(plan.place(planned.name))
     config = dataclasses.replace(plan.evaluate, checkpoint="last")
-    sets = held_out(
-        run.corpus, tasks_of(run.tokenizer, config.languages), config.split, config.sentences
-    )
+    sets = sets_of(run, config)
     system = Systems(run, config).system(config.checkpoint)
     store, found = translations(run.folder, system, config, sets, progress)
     loads_of(store.folder, system, sets, progress)
@@ -285,20 +280,13 @@ def _baselines(plan: Study, wanted: Wanted, shown: Shown) -> None:
     run = prepare(plan, plan.run(plan.baselines.of))
     run.make_vocabulary()
     devices = hosts.chosen(DeviceConfig())
-    models = BaselineModels(run, plan.baselines.config, _opener(run, plan), devices)
+    models = BaselineModels(run, plan.baselines.config, devices)
     began = time.monotonic()
     with shown.bars() as bars:
         (models.measure if wants_scores else models.translate)(plan.evaluate, bars)
     took = {"seconds": round(time.monotonic() - began, 1)}
     atomic.write_json(run.folder / BASELINES_TRANSLATED, took)
     shown.note(f"baselines: {took['seconds']} s")
-
-
-def _opener(run: Run, plan: Study) -> Callable[[Transformer], AnyTranslator]:
-    """Translators for baselines, which compile each program once for all models of a shape."""
-    strategy, programs = hosts.strategy(DeviceConfig()), dict[Any, Any]()
-    search = search_of(run, plan.evaluate)
-    return lambda model: Translator(model, run.tokenizer, strategy, search, programs)
 
 
 def _scores(plan: Study, runs: Sequence[PlannedRun], shown: Shown) -> None:

@@ -33,9 +33,8 @@ from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.atomic import known_object
 from gshard.mt.evaluation.baselines import BASELINES
-from gshard.mt.evaluation.evaluate import EVALUATION, translations
+from gshard.mt.evaluation.evaluate import EVALUATION, sets_of, translations
 from gshard.mt.evaluation.scores import by_test, cut_of
-from gshard.mt.evaluation.store import held_out, tasks_of
 from gshard.mt.progress import SILENT
 from gshard.mt.report import measures, write_report
 from gshard.mt.report.gathered import gather
@@ -180,9 +179,7 @@ def paired_translations(plan: Study, first: str, second: str) -> dict[str, Paire
     """What two runs made of the same sentences, by task."""
     config = plan.evaluate
     run = Run.open(plan.place(first))
-    sets = held_out(
-        run.corpus, tasks_of(run.tokenizer, config.languages), config.split, config.sentences
-    )
+    sets = sets_of(run, config)
     found = [
         translations(plan.place(name), made_by(plan, name), config, sets, SILENT)[1]
         for name in (first, second)

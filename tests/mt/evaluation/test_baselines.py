@@ -271,9 +271,9 @@ def test_what_is_set_aside_is_trained_on_in_no_other_pieces(tokens):
 
 
 class Upper:
-    """Says the source in capitals, with a mark of the model."""
+    """Says the source in capitals."""
 
-    def __init__(self, model, asked):
+    def __init__(self, asked):
         self.asked = asked
 
     def translate(self, texts, target="en"):
@@ -284,13 +284,13 @@ class Upper:
 @pytest.mark.slow
 def test_from_training_to_the_file(run, monkeypatch):
     asked, trained = [], []
+    monkeypatch.setattr(BaselineModels, "opened", lambda *_: Upper(asked))
     whole = BaselineGroup.train
     monkeypatch.setattr(BaselineGroup, "train", lambda *a: trained.append(a[0].count) or whole(*a))
     evaluation = EvaluateConfig(languages=("ru",), sentences=5)
 
     def measure(settings=config()):  # noqa: B008
-        models = BaselineModels(run, settings, lambda model: Upper(model, asked))
-        return models.measure(evaluation)
+        return BaselineModels(run, settings).measure(evaluation)
 
     found = measure()
     assert found == json.loads((run.folder / "baselines.json").read_text())
