@@ -37,6 +37,7 @@ from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
 _FREEZING = threading.Lock()
+_FROZEN = threading.Event()  # by the user, which stay so: to count them takes long
 _YOUNG = 50_000  # new objects before the garbage collector looks at them, some megabytes
 
 
@@ -75,9 +76,8 @@ def lower(
         finished = history.run(FINAL_PASSES, arranged.plan.jaxpr, plan_note)
     settings = settings.with_options(options.variant.compiler_options)
     nodes = (eqn.params.get("node") for eqn in walk(finished))
-    permutes = (node.groups for node in nodes if isinstance(node, CollectivePermute))
-    cliques = {frozenset(map(frozenset, pairs)) for pairs in permutes}
-    if len(cliques) == 1 and options.target(order.devices) == "gpu" and _is_option(_CHAINS):
+    pairs = {frozenset(map(frozenset, n.groups)) for n in nodes if isinstance(n, CollectivePermute)}
+    if len(pairs) == 1 and options.target(order.devices) == "gpu" and _is_option(_CHAINS):
         settings = settings.with_options({_CHAINS: True})
     wide = bool(jax.config.jax_enable_x64)
     return Program(captured, settings, arranged, finished, history, planned, wide)
@@ -105,21 +105,19 @@ def _planning(options: Options, order: DeviceOrder) -> Iterator[None]:
     For smaller sizes, latency and work per byte are smaller to the same degree.
     """
     costs = options.hardware.cost_model if options.hardware else GENERIC_COSTS
-    if (times := options.shrunk) > 1:
-        latency, work = costs.latency / times**2, costs.flops_per_byte / times
-        costs = replace(costs, latency=latency, flops_per_byte=work)
-    costs = replace(costs, rings=True) if _has_rings(order) else costs
+    latency, work = costs.latency / options.shrunk**2, costs.flops_per_byte / options.shrunk
+    rings = costs.rings or _has_rings(order)
+    costs = replace(costs, latency=latency, flops_per_byte=work, rings=rings)
     with _jax.without_mesh(), use_cost_model(costs):
         yield
 
 
 def _has_rings(order: DeviceOrder) -> bool:
     """Whether collectives between the devices are rings (Gloo)."""
-    if isinstance(order.devices, int):
-        return False
+    devices = () if isinstance(order.devices, int) else order.devices
     gloo = jax.config.jax_cpu_collectives_implementation == "gloo"
-    several = len({d.process_index for d in order.devices}) > 1
-    return gloo and several and order.devices[0].platform == "cpu"
+    several = len({d.process_index for d in devices}) > 1
+    return gloo and several and devices[0].platform == "cpu"
 
 
 @contextlib.contextmanager
@@ -134,7 +132,9 @@ def collecting_new_objects_alone() -> Iterator[None]:
     young, *older = gc.get_threshold()
     with contextlib.ExitStack() as after:
         after.callback(_FREEZING.release)
-        if not gc.get_freeze_count():  # else the user has frozen objects, which stay so
+        if not _FROZEN.is_set() and gc.get_freeze_count():
+            _FROZEN.set()
+        elif not _FROZEN.is_set():
             gc.freeze()
             after.callback(gc.unfreeze)
         gc.set_threshold(young and max(young, _YOUNG), *older)  # 0: the user has turned it off
