@@ -78,10 +78,10 @@ def random_model(tokenizer, **changes):
     return models.model(models.config(**{"gating": SCARCE, "experts": 8, **sizes, **changes}))
 
 
-def make_run(folder, tokenizer, corpus="corpus"):
+def make_run(folder, tokenizer, corpus="corpus", length=16):
     """A run with two checkpoints of random weights: enough to translate into nonsense."""
     dims = dataclasses.replace(models.TINY, experts=8)
-    batch = BatchConfig(source_length=16, target_length=16)
+    batch = BatchConfig(source_length=length, target_length=length)
     data = DataConfig(corpus=str(corpus))
     run = Run.create(folder, RunConfig(dims, vocabulary=tokenizer.config, batch=batch, data=data))
     tokenizer.save(folder / "vocabulary")
