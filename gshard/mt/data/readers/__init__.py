@@ -6,6 +6,7 @@ with the file of the same path in English, by key or by structure.
 
 from __future__ import annotations
 
+import functools
 import lzma
 import re
 import struct
@@ -57,6 +58,8 @@ def read(
 def _catalogs(
     files: Files, reading: Reading, report: Report, languages: Collection[str]
 ) -> Iterator[Raw]:
+    read_po = functools.partial(catalogs.read_po, english_from_comment=reading.english_from_comment)
+    parsers: dict[str, Callable[[bytes], _Pairs]] = {"qm": catalogs.read_qm, "po": read_po}
     for path in files:
         stem, _, suffix = path.rpartition(".")
         if suffix not in ("mo", "gmo", "po", "qm") or "/help/" in path:
@@ -70,16 +73,10 @@ def _catalogs(
         language = language_of_path(path)
         if language is None or (languages and language not in languages):
             continue
+        parse = parsers.get(suffix, catalogs.read_mo)
         kind = "menu" if suffix == "qm" else "keyed" if reading.english_from_comment else "message"
         try:
-            data = files.read(path)
-            if suffix == "qm":
-                pairs = catalogs.read_qm(data)
-            elif suffix == "po":
-                pairs = catalogs.read_po(data, reading.english_from_comment)
-            else:
-                pairs = catalogs.read_mo(data)
-            for english, text in pairs:
+            for english, text in parse(files.read(path)):
                 yield Raw(language, english, text, kind)
         except UNREADABLE as error:
             report(path, str(error) or type(error).__name__)
@@ -167,29 +164,20 @@ def _format(reading: Reading) -> tuple[Callable[[str, bytes], Any], Callable[...
             if key in english and only.search(key):
                 yield english[key], text
 
-    only = re.compile(reading.only)
-    name = reading.format
-    if name in ("docbook", "mallard"):
-        return (lambda _, data: documents.xml_blocks(data)), _without_gaps, "document"
-    if name == "html":
-        return (lambda _, data: documents.html_blocks(data)), _without_gaps, "document"
-    if name == "html-ids":
-        return (lambda _, data: documents.html_ids(data)), by_key, "document"
-    if name == "mozilla":
-        plain = keyed.plain_mozilla
-        return (
-            lambda path, data: {k: plain(v) for k, v in keyed.read_mozilla(path, data).items()},
-            by_key,
-            "keyed",
-        )
-    reader = keyed.FORMATS[name]
-    if reading.markup == "wikitext":
-        return (
-            lambda _, data: {k: keyed.plain_wikitext(v) for k, v in reader(data).items()},
-            by_key,
-            "keyed",
-        )
-    return (lambda _, data: reader(data)), by_key, "menu" if name == "pak" else "keyed"
+    only, name = re.compile(reading.only), reading.format
+    blocks = dict.fromkeys(("docbook", "mallard"), documents.xml_blocks)
+    blocks["html"] = documents.html_blocks
+    if name in blocks:
+        return (lambda _, data: blocks[name](data)), _without_gaps, "document"
+    wikitext = keyed.plain_wikitext if reading.markup == "wikitext" else str
+    plain = keyed.plain_mozilla if name == "mozilla" else wikitext
+
+    def parse(path: str, data: bytes) -> dict[str, str]:
+        formats = {**keyed.FORMATS, "html-ids": documents.html_ids}
+        found = keyed.read_mozilla(path, data) if name == "mozilla" else formats[name](data)
+        return {key: plain(text) for key, text in found.items()}
+
+    return parse, by_key, {"html-ids": "document", "pak": "menu"}.get(name, "keyed")
 
 
 def _without_gaps(english: list[documents.Block], other: list[documents.Block]) -> _Pairs:
