@@ -104,8 +104,8 @@ def xla_engine(config: Any, steps: int) -> Search:
     """gshard's search as one compiled program."""
     import jax
 
+    from gshard.mt.decoding.on_device import beam_search
     from gshard.mt.decoding.search import BeamConfig
-    from gshard.mt.decoding.translator import beam_search
     from gshard.mt.training.loading import model_like
     from gshard.mt.training.weights import unnamed
 

@@ -21,6 +21,7 @@ import numpy as np
 from jax import Array
 
 from gshard.mt.batching.tokenizer import PAD
+from gshard.mt.decoding.on_device import JAX, beam_search, continuations
 from gshard.mt.decoding.search import (
     BeamConfig,
     Continuations,
@@ -29,7 +30,6 @@ from gshard.mt.decoding.search import (
     SearchState,
     Translations,
 )
-from gshard.mt.decoding.translator import JAX, beam_search, continuations
 from gshard.nn.attention import Buffers
 from gshard.nn.transformer import PairCache, Transformer, TransformerConfig
 

@@ -4,7 +4,7 @@ Reads a JSON object from standard input: `port`, `token`, `texts`, `want` (the e
 of each text), `clients` and `seconds`. Each client asks for one text after the other, and after a
 refusal (503) waits for as long as the server says, within the time. Prints a JSON object:
 `seconds` from the first request to the last answer, `took` (seconds of each answer) and `counts`:
-`lost` (no answer), `wrong` (another translation) and `refused`.
+`lost` (no answer), `wrong` (another translation) and `refused`. `load` is the other side of it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ import collections
 import concurrent.futures
 import http.client
 import json
+import subprocess
 import sys
+import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gshard.mt.serving.server import Server
+    from gshard.mt.serving.service import Service
 
 _LOCAL = "127.0.0.1"
 
@@ -51,6 +57,36 @@ def client(given: dict[str, Any], n: int, until: float) -> tuple[list[float], di
         counts["wrong"] += wrong
     connection.close()
     return took, counts
+
+
+def ready(service: Service) -> Server:
+    """A server that runs, once every program is compiled."""
+    from gshard.mt.serving.server import Server  # which the clients' process does without
+    from gshard.mt.serving.settings import Settings
+
+    server = Server(service, Settings(port=0))
+    threading.Thread(target=server.run, daemon=True).start()
+    service.warm_up()
+    while service.health["status"] != "ready":
+        time.sleep(0.1)
+    return server
+
+
+def load(
+    server: Server, texts: list[str], want: dict[str, str], clients: int, seconds: float
+) -> tuple[float, list[float], collections.Counter[str]]:
+    """Sentences a second, the seconds of each, and counts of what went wrong."""
+    given = {"port": server.port, "token": server.token, "texts": texts, "want": want}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.load_clients"],
+        input=json.dumps({**given, "clients": clients, "seconds": seconds}),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    took = found["took"]
+    return len(took) / found["seconds"], took, collections.Counter(found["counts"])
 
 
 def main() -> None:

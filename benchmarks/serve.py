@@ -17,17 +17,17 @@ import http.client
 import json
 import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
 
+from benchmarks.load_clients import ready
 from benchmarks.small_run import prepare, words
 from gshard.mt.decoding.engines import open_translator
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.run import Run
 from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import Service
-from gshard.mt.serving.settings import LOCAL, Settings
+from gshard.mt.serving.settings import LOCAL
 
 CLIENTS = (1, 8, 64)
 
@@ -64,16 +64,6 @@ def measure(
         asked = [pool.submit(client, server, mine, begin + seconds) for mine in turned]
         took = [seconds for each in asked for seconds in each.result()]
     return len(took) / (time.perf_counter() - begin), took
-
-
-def ready(service: Service) -> Server:
-    """A server that runs, once every program is compiled."""
-    server = Server(service, Settings(port=0))
-    threading.Thread(target=server.run, daemon=True).start()
-    service.warm_up()
-    while service.health["status"] != "ready":
-        time.sleep(0.1)
-    return server
 
 
 def prepared(server: Server, service: Service, texts: list[str], clients: int) -> None:

@@ -20,9 +20,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import json
 import resource
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -34,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cpu_decode import write_page
+from benchmarks.load_clients import load, ready
 from benchmarks.random_model import random_weights
-from benchmarks.serve import ready
 from benchmarks.small_run import prepare, words
 from gshard.mt.batching.tokenizer import END, PAD, START
 from gshard.mt.decoding.host.products import use_threads
@@ -43,7 +41,6 @@ from gshard.mt.decoding.host.translator import HostModel, HostTranslator
 from gshard.mt.decoding.texts import Hypothesis, TextTranslator, TranslateConfig
 from gshard.mt.release.exported import specification
 from gshard.mt.run import Run
-from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import Service
 from gshard.mt.training.loading import model_like
 from gshard.mt.training.weights import unnamed
@@ -95,21 +92,6 @@ class Engine:
             [Hypothesis(text, 0.0, ids)]
             for text, ids in zip(tokenizer.decode_target(tokens), tokens, strict=True)
         ]
-
-
-def load(server: Server, texts: list[str], want: dict[str, str], clients: int, seconds: float):
-    """Sentences a second, the seconds of each, and counts of what went wrong."""
-    given = {"port": server.port, "token": server.token, "texts": texts, "want": want}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.load_clients"],
-        input=json.dumps({**given, "clients": clients, "seconds": seconds}),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found = json.loads(done.stdout)
-    took = found["took"]
-    return len(took) / found["seconds"], took, collections.Counter(found["counts"])
 
 
 def measured(

@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks.gpu.fresh import fresh_model
 from benchmarks.gpu.kernels import profile
 from benchmarks.gpu.timing import peak_gb
+from gshard.mt.decoding.on_device import beam_search
 from gshard.mt.decoding.search import BeamConfig
-from gshard.mt.decoding.translator import beam_search
 from gshard.mt.training.loading import in_int8
 from gshard.nn.family import FAMILY
 

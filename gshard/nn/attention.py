@@ -49,13 +49,6 @@ class Buffers(NamedTuple):
         return Buffers(*written)
 
 
-class Cached(NamedTuple):
-    """A cache to attend to, of which the first `filled` positions are written."""
-
-    buffers: Buffers
-    filled: Array | int
-
-
 class Attention(eqx.Module):
     """Scaled dot-product attention; the softmax is always in float32."""
 
@@ -102,7 +95,7 @@ class Attention(eqx.Module):
     def __call__(
         self,
         x_BTM: Array,
-        memory: KeysValues | Cached | Array | None,
+        memory: KeysValues | Buffers | Array | None,
         visible: Array | Segments,
         rate: float = 0.0,
         key: Array | None = None,
@@ -117,11 +110,11 @@ class Attention(eqx.Module):
         A cache is read without dropout.
         A query that attends to nothing (padding) gets a uniform mixture, never a NaN.
         """
-        if isinstance(memory, Cached):
+        if isinstance(memory, Buffers):
             assert not isinstance(visible, Segments)
-            arrays = (self._queries(x_BTM, products), *memory.buffers)
+            arrays = (self._queries(x_BTM, products), *memory)
             if kind == "flash" and strategy.devices == 1 and fits_cache(*arrays):
-                out_BTNU = attend_to_cache(*arrays, visible, memory.filled)
+                out_BTNU = attend_to_cache(*arrays, visible)
             else:
                 out_BTNU = cache_reference(*arrays, visible)
             return self._project(out_BTNU, products)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gshard.nn.attention import Attention, Buffers, Cached, KeysValues, Segments
+from gshard.nn.attention import Attention, Buffers, KeysValues, Segments
 from gshard.nn.config import TransformerConfig
 from gshard.nn.experts import MoE
 from gshard.nn.gating import Routed
@@ -84,11 +84,10 @@ class Layer(eqx.Module):
 
         kernels = c.kernels(strategy)
         h_BTM, x_BTM = self.self_norm.with_residual(x_BTM, kernels)
-        own: Cached | None = None  # itself
+        own: Buffers | None = None  # itself
         if cache is not None:
-            new = self.self_attention.keys_values(h_BTM)
-            cache = LayerCache(cache.own.write(new, jnp.asarray(index)), cache.cross)
-            own = Cached(cache.own, index + x_BTM.shape[1])
+            own = cache.own.write(self.self_attention.keys_values(h_BTM), jnp.asarray(index))
+            cache = cache._replace(own=own)
         y_BTM = attend(self.self_attention, h_BTM, own, masks.own, keys[0])
         x_BTM = residual(x_BTM, y_BTM, keys[1])
 

@@ -138,6 +138,26 @@ class Transformer(eqx.Module):
 
         return _over_pairs(lambda _, pair: (None, start(pair)), None, self.decoder)[1]
 
+    def enter(self, cache: Caches, memory_RLM: Array, row_R: Array) -> Caches:
+        """The cache with other sources in some rows; a row past the end is left out."""
+
+        def put(old: Array, new: Array) -> Array:
+            return old.at[self._rows(row_R)].set(new, mode="drop")
+
+        def enter(old: LayerCache, new: LayerCache) -> LayerCache:
+            return old._replace(cross=jax.tree.map(put, old.cross, new.cross))
+
+        fresh = self.start_decoding(memory_RLM, 0)
+        return jax.tree.map(enter, cache, fresh, is_leaf=lambda x: isinstance(x, LayerCache))
+
+    def cache_rows(self, cache: Caches, row_R: Array) -> Caches:
+        """The cache of some rows alone, or of rows again."""
+        return jax.tree.map(lambda x: x.at[self._rows(row_R)].get(mode="clip"), cache)
+
+    def _rows(self, row_R: Array) -> Any:
+        """An index of rows in the arrays of the decoder's cache."""
+        return (slice(None), row_R) if isinstance(self.decoder, Pair) else row_R
+
     def decode_step(
         self,
         tokens_BK: Array,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gshard.mt.decoding.on_device import beam_search
 from gshard.mt.decoding.search import BeamConfig
-from gshard.mt.decoding.translator import beam_search
 from gshard.mt.training.loading import in_int8
 from gshard.mt.training.weights import named, quantize, summed_axes
 from gshard.nn.int8 import Int8, looked_up, product

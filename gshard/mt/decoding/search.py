@@ -104,7 +104,8 @@ class Beams(NamedTuple):
     live: Live
     ended: Ended
     slots: Array  # [B, T, K], the token in each slot
-    most: Array  # [B], the largest length of a translation
+    born: Array  # [B], the step at which the search of a sentence began
+    most: Array  # [B], the largest length of a translation, T at most
     done: Array  # [B]
 
 
@@ -137,13 +138,14 @@ class Library(NamedTuple):
 class FlatSearch:
     """The search with a decoder's step, in arrays of a library.
 
-    `step(t, live, cache)` has the decoder read the live tokens as those of step t, and gives the
-    candidates and the new cache. Every translation begins with the token `forced`, if given.
+    `step(t, live, cache, ages)` has the decoder read the live tokens, the `ages`-th of each
+    sentence, as those of step t, and gives the candidates and the new cache. Every translation
+    begins with the token `forced` (or one for each sentence), if given.
     """
 
     config: BeamConfig
     library: Library
-    step: Callable[[Any, Live, Any], tuple[Continuations, Any]]
+    step: Callable[[Any, Live, Any, Array], tuple[Continuations, Any]]
     forced: Array | None = None
 
     def start(self, real_B: Array, most_B: Array) -> Beams:
@@ -164,34 +166,45 @@ class FlatSearch:
                 xp.zeros(B, xp.int32),
             ),
             xp.full((B, T, K), PAD, xp.int32),
+            xp.zeros(B, xp.int32),
             most_B,
             ~real_B,
         )
 
     def advance(self, state: SearchState) -> SearchState:
-        """One step of all sentences; in those that are done nothing ends any more."""
+        """One step of all sentences; those that are done stay as they are.
+
+        Steps share T places in turn: a sentence has all of its own until it is done.
+        """
         xp, (t, beams, cache) = self.library.xp, state
         K, T = self.config.beam, self.config.max_length
-        now_T1 = xp.arange(T)[:, None] == t
-        slots_BTK = xp.where(now_T1, beams.live.tokens[:, None, :], beams.slots)
-        itself_KL = xp.arange(K * T) == t * K + xp.arange(K)[:, None]
+        age_B = t - beams.born
+        length_B1, now_T = age_B[:, None] + 1, xp.arange(T) == t % T
+        written_BTK = now_T[:, None] & ~beams.done[:, None, None]
+        slots_BTK = xp.where(written_BTK, beams.live.tokens[:, None, :], beams.slots)
+        itself_KL = xp.arange(K * T) == t % T * K + xp.arange(K)[:, None]
         live = beams.live._replace(ancestry=beams.live.ancestry | itself_KL)
-        candidates, cache = self.step(t, live, cache)
+        candidates, cache = self.step(t, live, cache, age_B)
         extended, ends_BK = self.extend(live, candidates), candidates.ends
         if self.forced is not None:  # by the one live hypothesis, whose score stays 0
-            only = live._replace(tokens=xp.full_like(live.tokens, self.forced))
+            first_B1 = length_B1 == 1
+            forced_BK = xp.broadcast_to(xp.reshape(self.forced, (-1, 1)), live.tokens.shape)
+            only = live._replace(tokens=forced_BK.astype(xp.int32))
             pairs = zip(only, extended, strict=True)
-            extended = Live(*(xp.where(t == 0, a, b) for a, b in pairs))
-            ends_BK = xp.where(t == 0, -xp.inf, ends_BK)
-        last_B = t + 1 == beams.most
+            extended = Live(
+                *(xp.where(first_B1.reshape(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in pairs)
+            )
+            ends_BK = xp.where(first_B1, -xp.inf, ends_BK)
+        last_B = age_B + 1 == beams.most
         may_BK = self.may_end(ends_BK, extended.scores) | last_B[:, None]
         ends_BK = xp.where(may_BK & ~beams.done[:, None], ends_BK, -xp.inf)
-        ended = self.collect(beams.ended, live, ends_BK, t + 1)
+        ended = self.collect(beams.ended, live, ends_BK, length_B1)
         # Sums of log-probabilities only fall, and are divided by the norm of the last step at best.
         norm_B = self.config.norm(beams.most).astype(xp.float32)
         hopeless_B = extended.scores.max(axis=1) / norm_B <= ended.scores.min(axis=1)
         done_B = beams.done | last_B | (ended.total >= K) | hopeless_B
-        return SearchState(t + 1, Beams(extended, ended, slots_BTK, beams.most, done_B), cache)
+        after = beams._replace(live=extended, ended=ended, slots=slots_BTK, done=done_B)
+        return SearchState(t + 1, after, cache)
 
     def extend(self, live: Live, candidates: Continuations) -> Live:
         """The K best continuations."""
@@ -211,11 +224,11 @@ class FlatSearch:
         better_BK = (rivals_BX[:, None, :] > ends_BK[:, :, None]).sum(axis=2)
         return better_BK < self.config.beam
 
-    def collect(self, ended: Ended, live: Live, ends_BK: Array, length: Any) -> Ended:
+    def collect(self, ended: Ended, live: Live, ends_BK: Array, length_B1: Array) -> Ended:
         """Enter the hypotheses that end into the list, which keeps its N best."""
         xp, top_k, take = self.library
-        ends = xp.isfinite(ends_BK)
-        new = ends_BK / self.config.norm(length), xp.where(ends, length, 0), live.ancestry
+        ends, norm_B1 = xp.isfinite(ends_BK), self.config.norm(length_B1).astype(xp.float32)
+        new = ends_BK / norm_B1, xp.where(ends, length_B1, 0).astype(xp.int32), live.ancestry
         pairs = zip(ended[:3], new, strict=True)
         scores_BX, lengths_BX, ancestry_BXL = (xp.concatenate(pair, axis=1) for pair in pairs)
         scores_BN, best_BN = top_k(scores_BX, self.config.nbest)
@@ -227,7 +240,9 @@ class FlatSearch:
         xp, ended, slots_BTK = self.library.xp, state.beams.ended, state.beams.slots
         (B, N, _), (_, T, K) = ended.ancestry.shape, slots_BTK.shape
         read_BNTK = xp.where(ended.ancestry.reshape(B, N, T, K), slots_BTK[:, None], 0)
-        read_BNT = read_BNTK.sum(axis=3, dtype=xp.int32)
+        place_BT = (state.beams.born[:, None] + xp.arange(T)) % T  # of each token of a sentence
+        read_BTN = read_BNTK.sum(axis=3, dtype=xp.int32).swapaxes(1, 2)
+        read_BNT = self.library.take(read_BTN, place_BT).swapaxes(1, 2)
         said_BNT = xp.pad(read_BNT[:, :, 1:], ((0, 0), (0, 0), (0, 1)))  # without the start
         last_BN1, position_T = ended.lengths[:, :, None] - 1, xp.arange(T)
         said_BNT = xp.where(position_T < last_BN1, said_BNT, PAD)

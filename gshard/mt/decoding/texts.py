@@ -142,6 +142,11 @@ class TextTranslator(abc.ABC):
         """The search of `rows` sentences of `length` tokens, compiled where it has to be."""
         return self.search
 
+    @property
+    def pool(self) -> Any:
+        """The `decoding.pool.Pool` that sentences join and leave, where the engine has one."""
+        return None
+
     def to_compile(self) -> list[Callable[[], Any]]:
         """What has to run once before a server is ready."""
         return []
@@ -174,7 +179,7 @@ class TextTranslator(abc.ABC):
         """
         cuts = self._cuts(texts)
         distinct = list(dict.fromkeys(piece for pieces in cuts for piece in pieces))
-        jobs = self._jobs(distinct, target, source)
+        jobs = self.jobs(distinct, target, source)
         found: dict[str, list[Hypothesis]] = {}
         step = progress.stage("translate", len(jobs))
         for batch in self._batches(jobs):
@@ -209,7 +214,7 @@ class TextTranslator(abc.ABC):
         """Tokens beside those of the text: the end, and a tag if the model has several targets."""
         return 1 if self.tokenizer.config.directions == "to-english" else 2
 
-    def _jobs(self, pieces: Sequence[str], target: str, source: str) -> list[SearchJob]:
+    def jobs(self, pieces: Sequence[str], target: str, source: str) -> list[SearchJob]:
         """What there is to translate; of blank text nothing."""
         longest, jobs = self.config.longest, []
         encoded = self.tokenizer.encode_source(pieces, target, source) if pieces else []
@@ -237,11 +242,15 @@ class TextTranslator(abc.ABC):
         with self._broadcast.running("search", self._name, *arrays):
             found = self.search(*arrays)
         for row in range(len(batch)):
-            places = [n for n in range(self.config.nbest) if found.lengths[row, n]]
-            tokens = [tuple(found.tokens[row, n, : found.lengths[row, n]].tolist()) for n in places]
-            texts = self.tokenizer.decode_target(tokens)
-            scores = [float(found.scores[row, n]) for n in places]
-            yield [Hypothesis(*each) for each in zip(texts, scores, tokens, strict=True)]
+            yield self.hypotheses(found, row)
+
+    def hypotheses(self, found: Translations, row: int = 0) -> list[Hypothesis]:
+        """The n-best list of a row that was searched."""
+        places = [n for n in range(self.config.nbest) if found.lengths[row, n]]
+        tokens = [tuple(found.tokens[row, n, : found.lengths[row, n]].tolist()) for n in places]
+        texts = self.tokenizer.decode_target(tokens)
+        scores = [float(found.scores[row, n]) for n in places]
+        return [Hypothesis(*each) for each in zip(texts, scores, tokens, strict=True)]
 
 
 def choose_target(tokenizer: Tokenizer, source: str = "", target: str = "") -> str:

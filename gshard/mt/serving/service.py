@@ -3,8 +3,10 @@
 One thread has the model. It works in rounds: each takes pieces of text from the requests that wait,
 the oldest first and a few from each, until a batch is full. So a long text does not hold up short
 ones, a request whose client has left costs no more rounds, and ten requests take little longer
-than one. A second thread compiles: at first programs for few sentences and for a full batch, then
-those that rounds would have fitted into better, so that eight do not wait for a batch of 32.
+than one. On an accelerator pieces join and leave a search that goes on (`decoding.pool`), and a
+round is some of its steps. A second thread compiles: at first programs for few sentences and for a
+full batch, then those that rounds would have fitted into better, so that eight do not wait for a
+batch of 32.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -84,6 +87,8 @@ class _Request:
     source: str = ""  # "" where the model does not have to know it
     answer: Future[Any] = field(default_factory=Future)
     found: list[tuple[list[Hypothesis], dict[str, Any]]] = field(default_factory=list)
+    searched: int = 0  # pieces that have joined a search
+    ahead: dict[int, list[Hypothesis]] = field(default_factory=dict)  # done before others
 
     @property
     def left(self) -> list[str]:
@@ -108,6 +113,10 @@ class Service:
 
     def __init__(self, translator: TextTranslator, name: str = "model", step: int = 0):
         self.translator = translator  # for callers too, for what needs no turn: cutting text
+        self._pool = translator.pool
+        if self._pool is not None:  # or the device waits 5 ms for Python, whenever it is done
+            sys.setswitchinterval(0.0005)
+        self._since = 0.0  # when pieces were done last, in a pool that is in use
         self._requests: deque[_Request] = deque()
         self._to_compile: deque[Callable[[], Any]] = deque()
         self._missed: set[tuple[int, int]] = set()  # programs that were asked for since the start
@@ -206,7 +215,7 @@ class Service:
                 self._requests = deque(everyone)
             if not everyone:
                 continue
-            done = self._round(everyone)
+            done = self._round(everyone) if self._pool is None else self._steps(everyone)
             with self._changed:
                 for program in self.translator.missed - self._missed:
                     self._missed.add(program)
@@ -263,6 +272,52 @@ class Service:
                     self._requests.remove(request)
                     self._requests.append(request)
         return done
+
+    def _steps(self, everyone: list[_Request]) -> list[_Request]:
+        """Let pieces join the search, a few of each request in turn, and take some of its steps."""
+        begin = time.monotonic()
+        self._since = self._since if len(self._pool) else begin
+        try:
+            self._pool.drop(lambda key: key[0].answer.done())
+            self._let_in(everyone)
+            finished = 0
+            for (request, number), found in self._pool.run():
+                request.ahead[number] = self.translator.hypotheses(found)
+                finished += 1
+            for request in everyone:
+                while len(request.found) in request.ahead:
+                    hypotheses = request.ahead.pop(len(request.found))
+                    piece = request.left[0]
+                    request.add(hypotheses, self._shown(request, piece, hypotheses))
+        except Exception as error:
+            self._pool.drop(lambda key: True)
+            for request in everyone:
+                request.settle(error)
+            return everyone
+        if finished:
+            now = time.monotonic()
+            self._note_rate(now - self._since, finished)
+            self._since = now
+        return [request for request in everyone if self._finish(request, begin)]
+
+    def _let_in(self, everyone: list[_Request]) -> None:
+        """Have pieces wait for the search, as many as it can take and once more."""
+        full, translator = self.translator.full_rows, self.translator
+        turn = _TURN if len(everyone) > 1 else full
+        some = [request for request in everyone if request.searched < len(request.pieces)]
+        while some and len(self._pool) < 2 * full:
+            for request in some:
+                pieces = request.pieces[request.searched :][:turn]
+                for number, piece in enumerate(pieces, request.searched):
+                    jobs = translator.jobs([piece], request.target, request.source)
+                    for _, ids, length in jobs:
+                        most = translator.config.search(length).max_length
+                        forced = translator.tokenizer.forced(request.target)
+                        self._pool.add((request, number), ids, length, most, *forced)
+                    if not jobs:
+                        request.ahead[number] = [Hypothesis("", 0.0)]
+                request.searched += len(pieces)
+            some = [request for request in some if request.searched < len(request.pieces)]
 
     def _note_rate(self, seconds: float, pieces: int) -> None:
         """Average the time of a piece over some rounds: a single one may be of long pieces."""

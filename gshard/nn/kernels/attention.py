@@ -5,8 +5,8 @@ of one row, and loops over the other side block by block. The caller, `gshard.nn
 which blocks of which arrays it gets.
 
 While a search decodes, a few queries attend to a cache of keys and values, in buffers as long as
-its longest translation. By einsums every step reads all of them; the kernel `attend_to_cache` stops
-where the cache is filled, and keeps scores and probabilities in registers. `cache_reference` is its
+its longest translation. By einsums every step reads all of them; the kernel `attend_to_cache` reads
+what some query sees, and keeps scores and probabilities in registers. `cache_reference` is its
 oracle. It is not differentiated: decoding has no gradients. Dims: B sequences, T queries, N heads,
 L positions, D key dim, U value dim.
 """
@@ -253,21 +253,14 @@ def cache_reference(q_BTND: Array, k_BNLD: Array, v_BNLU: Array, mask_BTL: Array
 
 
 def attend_to_cache(
-    q_BTND: Array,
-    k_BNLD: Array,
-    v_BNLU: Array,
-    mask_BTL: Array,
-    filled: Array | int,
-    blocks: CacheBlocks | None = None,
+    q_BTND: Array, k_BNLD: Array, v_BNLU: Array, mask_BTL: Array, blocks: CacheBlocks | None = None
 ) -> Array:
-    """The same by the kernel, of which no query may see positions from `filled` on."""
+    """The same by the kernel, which reads the positions that some query of a sequence sees."""
     (B, T, N, D), (L, U) = q_BTND.shape, v_BNLU.shape[2:]
     if blocks is None:
         blocks = CacheBlocks(32 if L % 32 == 0 else _ROWS)
-    rows = max(_ROWS, pl.next_power_of_2(T))
-    # Triton needs both bounds of a loop to be run-time values.
-    end = (jnp.asarray(filled, jnp.int32) + blocks.positions - 1) // blocks.positions
-    span = jnp.stack([jnp.zeros_like(end), end])
+    rows, mask_BTL = max(_ROWS, pl.next_power_of_2(T)), mask_BTL.astype(jnp.int32)
+    span_B2 = _span(mask_BTL, L // blocks.positions)
     return pl.pallas_call(
         functools.partial(_cache_kernel, queries=T, rows=rows, positions=blocks.positions),
         grid=(N, B),
@@ -276,7 +269,7 @@ def attend_to_cache(
             pl.BlockSpec((None, None, L, D), lambda n, b: (b, n, 0, 0)),
             pl.BlockSpec((None, None, L, U), lambda n, b: (b, n, 0, 0)),
             pl.BlockSpec((None, rows, L), lambda n, b: (b, 0, 0)),
-            pl.BlockSpec((2,), lambda n, b: (0,)),
+            pl.BlockSpec((None, 2), lambda n, b: (b, 0)),
         ],
         out_specs=pl.BlockSpec((None, rows, None, U), lambda n, b: (b, 0, n, 0)),
         out_shape=jax.ShapeDtypeStruct((B, T, N, U), q_BTND.dtype),
@@ -288,7 +281,20 @@ def attend_to_cache(
         ),
         interpret=blocks.interpret,
         name="cached_attention",
-    )(q_BTND, k_BNLD, v_BNLU, mask_BTL.astype(jnp.int32), span)
+    )(q_BTND, k_BNLD, v_BNLU, mask_BTL, span_B2)
+
+
+def _span(mask_BTL: Array, count: int) -> Array:
+    """The first and the end of the blocks to read, of `count` in a ring, for each sequence.
+
+    The first block that is seen after one that is not, up to the last that is seen from there on.
+    """
+    B, T, L = mask_BTL.shape
+    seen_BX = jnp.any(mask_BTL.reshape(B, T, count, L // count) != 0, axis=(1, 3))
+    first_B1 = jnp.argmax(seen_BX & ~jnp.roll(seen_BX, 1, axis=1), axis=1, keepdims=True)
+    behind_BX = (jnp.arange(count) - first_B1) % count
+    end_B1 = first_B1 + jnp.max(jnp.where(seen_BX, behind_BX + 1, 0), axis=1, keepdims=True)
+    return jnp.concatenate([first_B1, end_B1], axis=1).astype(jnp.int32)
 
 
 def _cache_kernel(
@@ -297,11 +303,12 @@ def _cache_kernel(
 ) -> None:  # fmt: skip
     """One head of one sequence: `queries` in a block of `rows`."""
     given, every, U = (jnp.arange(rows) < queries)[:, None], pl.ds(0, rows), v_ref.shape[-1]
+    blocks = k_ref.shape[0] // positions
     q = plgpu.load(q_ref.at[every, :], mask=given, other=0.0)
 
     def body(j: Any, carry: Any) -> Any:
         acc, top, total = carry
-        place = pl.ds(j * positions, positions)
+        place = pl.ds(jax.lax.rem(j, blocks) * positions, positions)
         scores = plgpu.dot(q, k_ref[place, :].T) * _LOG2_E
         mask = plgpu.load(mask_ref.at[every, place], mask=given, other=0) != 0
         probs, shrink, new_top, total = online_softmax(scores, mask, top, total)

@@ -17,15 +17,15 @@ from gshard.mt.decoding.engines import EngineConfig, engine_of, open_translator
 from gshard.mt.decoding.host.layers import choices
 from gshard.mt.decoding.host.products import OnnxGraph, OnnxOutput
 from gshard.mt.decoding.host.translator import HostModel, host_search
+from gshard.mt.decoding.on_device import beam_search
 from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.decoding.texts import TranslateConfig, routes
-from gshard.mt.decoding.translator import beam_search
 from gshard.mt.release.make import make_release, verify
 from gshard.mt.run import Run
 from gshard.mt.training.weights import Quantized, named, quantize, summed_axes
 from gshard.nn.config import GatingConfig
 from gshard.nn.gating import route
-from tests.mt.decoding.test_beam import ending
+from tests.mt.decoding.test_on_device import ending
 from tests.mt.runs import make_run
 from tests.nn import models
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gshard.mt.batching.tokenizer import END
 from gshard.mt.decoding.host.translator import NUMPY
+from gshard.mt.decoding.on_device import JAX
 from gshard.mt.decoding.search import BeamConfig, Continuations, FlatSearch, SearchState
-from gshard.mt.decoding.translator import JAX
 
 VOCAB = 7
 

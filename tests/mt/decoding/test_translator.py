@@ -15,8 +15,9 @@ import pytest
 from gshard import cli
 from gshard.errors import UserError
 from gshard.mt.batching.tokenizer import VocabularyConfig
+from gshard.mt.decoding.on_device import beam_search
 from gshard.mt.decoding.texts import Hypothesis, TranslateConfig, choose_target, well_formed
-from gshard.mt.decoding.translator import Translator, beam_search
+from gshard.mt.decoding.translator import Translator
 from gshard.nn import Strategy
 from tests.mt.runs import Notes, make_run, random_model
 from tests.mt.samples import WORDS

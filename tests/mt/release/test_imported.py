@@ -12,9 +12,9 @@ from gshard.errors import UserError
 from gshard.mt.batching.tokenizer import PAD
 from gshard.mt.decoding.engines import EngineConfig, open_translator
 from gshard.mt.decoding.host.translator import HostModel, host_search
+from gshard.mt.decoding.on_device import beam_search
 from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.decoding.texts import TranslateConfig
-from gshard.mt.decoding.translator import beam_search
 from gshard.mt.release.exported import export
 from gshard.mt.release.imported import (
     import_model,

@@ -269,7 +269,9 @@ def host_search(
     silent_V = np.isin(np.arange(V), [*config.banned, END])
     first_K1, C = V * np.arange(K)[:, None], min(V, K + len(config.banned) + 1)
 
-    def step(t: int, live: flat.Live, decoding: Decoding) -> tuple[flat.Continuations, Decoding]:
+    def step(
+        t: int, live: flat.Live, decoding: Decoding, _: np.ndarray
+    ) -> tuple[flat.Continuations, Decoding]:
         hidden_BKL = np.where(live.ancestry[:, :, : (t + 1) * K], np.float32(0), HIDDEN)
         scores_BKC, tokens_BKC, end_BK = model.step(decoding, live.tokens, t, hidden_BKL, C)
         scores_BKC = np.where(silent_V[tokens_BKC], -np.inf, live.scores[:, :, None] + scores_BKC)

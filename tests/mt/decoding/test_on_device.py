@@ -14,8 +14,8 @@ from jax.extend.core import jaxprs_in_params
 import gshard
 from benchmarks.confidence import forced
 from gshard.mt.batching.tokenizer import END, PAD, START
+from gshard.mt.decoding.on_device import JAX, beam_search, continuations
 from gshard.mt.decoding.search import BeamConfig, FlatSearch, Live
-from gshard.mt.decoding.translator import JAX, beam_search, continuations
 from gshard.nn import Batch, Strategy
 from tests.nn import models
 from tests.oracle import kinds
