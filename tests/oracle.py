@@ -25,9 +25,6 @@ from gshard import UnevenArray
 DEVICE_COUNTS = (2, 3, 4, 6, 8)
 SIZES = (1, 2, 3, 5, 7, 8, 12, 13)
 
-# What is compared with is compiled in half the time where XLA has its older emitters, too.
-OLDER = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else None
-
 Assignment = np.ndarray | None
 
 
@@ -102,8 +99,7 @@ def check(
     """
     step = gshard.jit(annotated(fn, inputs, outputs), devices=jax.devices()[:devices])
     got = run(step, *args, exact=exact, rtol=rtol, atol=atol)
-    unpartitioned = jax.jit(fn, compiler_options=None if exact else OLDER)
-    assert_same(got, unpartitioned(*args), exact, rtol, atol)
+    assert_same(got, jax.jit(fn)(*args), exact, rtol, atol)
     return step.lower(*args)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import gshard
-from tests.oracle import DEVICE_COUNTS, OLDER, assert_same, assignments, random_array, run
+from tests.oracle import DEVICE_COUNTS, assert_same, assignments, random_array, run
 
 # Every operation takes the program's matrices and makes another one, of any shape.
 OPERATIONS = {
@@ -89,7 +89,7 @@ def assert_equal_runs(case):
     def both(fn):
         return lambda *xs: (fn(*xs), jax.grad(lambda *a: fn(*a)[1], argnums=(0, 1))(*xs))
 
-    wanted = jax.jit(both(program(steps, inputs, lambda x, a: x)), compiler_options=OLDER)(*args)
+    wanted = jax.jit(both(program(steps, inputs, lambda x, a: x)))(*args)
     step = gshard.jit(both(program(steps, inputs, mark)), devices=jax.devices()[:devices])
     close = {"rtol": 2e-4, "atol": 2e-4}
     assert_same(run(step, *args, **close), wanted, **close)
