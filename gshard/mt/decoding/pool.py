@@ -148,7 +148,7 @@ class Pool:
         self._held = [*keys, *[None] * (size - len(keys))]
 
     def _let_in(self) -> None:
-        """Those who have waited longest, with sources of one length, into free rows."""
+        """Give free rows to sentences that have waited longest, one length after the other."""
         free = deque(n for n, key in enumerate(self._held) if key is None)
         while free and self._waiting:
             some = [self._waiting.popleft() for _ in range(min(len(free), len(self._waiting)))]
