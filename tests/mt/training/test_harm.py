@@ -180,7 +180,7 @@ def test_while_updates_are_left_out_nothing_is_saved(half, monkeypatch):
     monkeypatch.setattr(Programs, "step", leave_out)
     notes = Notes()
     longer = Run.create(half.folder, with_train(half.config, steps=17))
-    train(longer, notes)
+    train(longer, Hooks(notes))
     assert "step 16 is not saved: its update was left out" in notes.notes
     assert 16 not in Checkpoints(half.folder, read_only=True).steps
 
@@ -198,7 +198,7 @@ def test_a_save_that_fails_is_told_and_tried_again(half, monkeypatch):
     monkeypatch.setattr(loop.Checkpoints, "save", full_at_first)
     notes = Notes()
     longer = Run.create(half.folder, with_train(half.config, steps=20))
-    assert train(longer, notes).step == 20
+    assert train(longer, Hooks(notes)).step == 20
     told = [note for note in notes.notes if "could not be saved" in note]
     assert len(told) == 1
     assert failed == [16, 17]
