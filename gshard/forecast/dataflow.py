@@ -14,7 +14,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
 from gshard.graph.kinds import ALIASES, APART, PRODUCTS, REDUCTIONS
-from gshard.graph.regions import LOOPS, with_calls_inlined
+from gshard.graph.regions import LOOPS, Stored, with_calls_inlined
 from gshard.graph.source import source_of
 from gshard.moving.inventory import transfers
 from gshard.tensors.tile import size_of
@@ -126,13 +126,19 @@ class DeviceOperator:
         return values[0] if values else None
 
 
+def copied(eqn: JaxprEqn, var: Any) -> DeviceOperator:
+    """A copy of `var` that a compiler adds for `eqn`."""
+    op = Op(eqn, (var,), (Stored(var.aval),), False, p.copy_p)
+    return DeviceOperator(op, [var], list(op.writes), [op])
+
+
 @dataclass(frozen=True)
 class LoopBodies:
     """What a loop or branch runs, and how often; as for balanced data if that depends on data.
 
     Where a schedule chooses branches, the slowest that any device is in counts in every tick;
     `own` are the runs of one device. `scan` has the numbers of a scan's constants and carries.
-    `copies` are operators of each run that a compiler adds.
+    A compiler adds `copies`, operators of each run, and `given`, operators before the first one.
     """
 
     bodies: list[Body]
@@ -140,6 +146,7 @@ class LoopBodies:
     own: list[Fraction]
     scan: tuple[int, int] | None
     copies: list[DeviceOperator]
+    given: list[DeviceOperator] = field(default_factory=list)
 
 
 Walked = tuple[DeviceOperator, int, tuple[JaxprEqn, ...]]  # its number of runs, and loops around it
@@ -190,6 +197,7 @@ class Body:
                     yield operator, times, around
                 continue
             inside, loop = (*around, operator.root.eqn), operator.loop
+            yield from ((copy, times, around) for copy in loop.given)
             counts = [int(times * runs) for runs in (loop.own if own else loop.runs)]
             for body, count in zip(loop.bodies, counts, strict=True):
                 yield from body.walk(count, inside, own)

@@ -1,5 +1,7 @@
 """A program as operators: bodies of loops inside it, and calls inlined."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -47,3 +49,24 @@ def test_a_function_that_is_called_twice_has_values_of_its_own_each_time(compile
     made = {v for o in body.operators for v in o.writes}
     assert all(v in made or v in body.inputs for o in body.operators for v in o.reads)
     assert sum("dot_general" in {m.name for m in o.members} for o in body.operators) == 2
+
+
+@pytest.mark.parametrize("distinct", [1, 2, 3])
+def test_what_a_loop_carries_twice_is_copied_as_xla_does(distinct):
+    def fn(x):
+        values = [jnp.sin(x), jnp.cos(x), jnp.tan(x)]
+        first = [values[n % distinct] for n in range(3)]
+
+        def body(carry, _):
+            a, b, c = carry
+            return (2 * a + b, b @ b, c + 1), None
+
+        return lax.scan(body, tuple(first), length=3)[0]
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    text = jax.jit(fn).lower(x).compile().as_text()
+    copies = re.findall(r"= f32\[64,64\]\S* copy\(", text[text.index("ENTRY") :])
+    found = body_of(jax.make_jaxpr(fn)(x).jaxpr, "cpu").walk()
+    added = [(o.bytes, n, around) for o, n, around in found if o.root.name == "copy"]
+    assert added == [(2 * 64 * 64 * 4, 1, ())] * len(copies)
+    assert len(copies) == 3 - distinct

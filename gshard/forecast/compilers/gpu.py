@@ -19,7 +19,15 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard.forecast.compilers.base import Compiler, Dataflow
-from gshard.forecast.dataflow import Body, DeviceOperator, Equations, Op, elements, inlined
+from gshard.forecast.dataflow import (
+    Body,
+    DeviceOperator,
+    Equations,
+    Op,
+    copied,
+    elements,
+    inlined,
+)
 from gshard.graph.kinds import ALIASES, PRODUCTS
 from gshard.graph.regions import Stored, bodies, counts_of
 from gshard.tensors.tile import size_of
@@ -93,13 +101,9 @@ class GPU(Compiler):
         whole = {v for o in body.operators if not o.root.joins for v in (*o.reads, *o.writes)}
         read = {v for o in body.operators for v in o.reads}
         results = [body.stands_for(v) for v in body.outputs[carry:] if not isinstance(v, Literal)]
-        copied = [v for v in slices if v in whole]
-        copied += [v for v in results if v in whole or v in read]
-        return [
-            DeviceOperator(op, [v], [op.writes[0]], [op])
-            for v in copied
-            for op in [Op(scan, (v,), (Stored(v.aval),), False, p.copy_p)]
-        ]
+        alone = [v for v in slices if v in whole]
+        alone += [v for v in results if v in whole or v in read]
+        return [copied(scan, v) for v in alone]
 
 
 _KERNELS = 8  # readers of a value; more of them change nothing
