@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -138,7 +139,7 @@ class LoopBodies:
 
     Where a schedule chooses branches, the slowest that any device is in counts in every tick;
     `own` are the runs of one device. `scan` has the numbers of a scan's constants and carries.
-    A compiler adds `copies`, operators of each run, and `given`, operators before the first one.
+    `copies` are operators of each run that a compiler adds.
     """
 
     bodies: list[Body]
@@ -146,7 +147,6 @@ class LoopBodies:
     own: list[Fraction]
     scan: tuple[int, int] | None
     copies: list[DeviceOperator]
-    given: list[DeviceOperator] = field(default_factory=list)
 
 
 Walked = tuple[DeviceOperator, int, tuple[JaxprEqn, ...]]  # its number of runs, and loops around it
@@ -197,9 +197,14 @@ class Body:
                     yield operator, times, around
                 continue
             inside, loop = (*around, operator.root.eqn), operator.loop
-            yield from ((copy, times, around) for copy in loop.given)
+            yield from ((copy, times, around) for copy in self._again(operator))
             counts = [int(times * runs) for runs in (loop.own if own else loop.runs)]
             for body, count in zip(loop.bodies, counts, strict=True):
                 yield from body.walk(count, inside, own)
             for copy in loop.copies:
                 yield copy, counts[0], inside
+
+    def _again(self, loop: DeviceOperator) -> list[DeviceOperator]:
+        """Copies of what a loop carries more than once: each time in a buffer of its own."""
+        times = Counter(self.stands_for(old) for old, _ in loop.carried)
+        return [copied(loop.root.eqn, var) for var, n in times.items() for _ in range(1, n)]

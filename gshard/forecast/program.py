@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from fractions import Fraction
-from typing import Any
 
 from jax.extend.core import Jaxpr
 from jax.extend.core.primitives import scan_p
 
 from gshard.forecast.compilers import COMPILERS, Dataflow, fused
-from gshard.forecast.dataflow import Body, LoopBodies, copied, inlined
+from gshard.forecast.dataflow import Body, LoopBodies, inlined
 from gshard.forecast.work import product_work
 from gshard.graph.regions import LOOPS, bodies, counts_of
 from gshard.graph.source import Ticks, trips
@@ -38,10 +37,5 @@ def body_of(jaxpr: Jaxpr, compiler: str, devices: int = 1) -> Body:
             runs, own = ([Fraction(n, ticks.runs) for n in part] for part in (slowest, ticks.own))
         copies = chosen.stacking(eqn, inner[0]) if scan else []
         operator.loop = LoopBodies(inner, runs, own, scan, copies)
-        carried, begun = [flow.stands_for(old) for old, _ in operator.carried], set[Any]()
-        for var in carried:  # each in a buffer of its own: a second one is copied from the first
-            if var in begun:
-                operator.loop.given.append(copied(eqn, var))
-            begun.add(var)
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     return Body(jaxpr, inputs, outputs, operators, flow.alias, flow.folded)
