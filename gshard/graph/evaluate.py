@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
 
 from gshard._jax import Var
-from gshard.graph.graph import renamed
+from gshard.graph.graph import renamed, replacing
 from gshard.graph.regions import in_tuple
 
 Interpret = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
@@ -29,9 +30,8 @@ def bind(eqn: JaxprEqn, values: Sequence[Any], **changed: Any) -> Sequence[Any]:
 def evaluate(program: ClosedJaxpr, args: Sequence[Any], interpret: Interpret = bind) -> list[Any]:
     """The results of a program in which `interpret` computes those of every equation."""
     jaxpr = program.jaxpr
-    env: dict[Any, Any] = dict(
-        zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *args), strict=True)
-    )
+    given = (*jaxpr.constvars, *jaxpr.invars)
+    env = dict[Any, Any](zip(given, (*program.consts, *args), strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]
@@ -61,18 +61,18 @@ def equations_of(
 ) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations of a function of these variables, and its results.
 
-    The first results are the variables `results`; all others are new. Source line and name scope
-    are those of the equation `like`, if given. `axes` are those of a mesh, with their sizes.
+    The first results are the variables `results`, copies where they are equal; all others are new.
+    Line and scope are those of the equation `like`, if given. `axes` are a mesh's, with sizes.
     """
     types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
     traced = jax.make_jaxpr(fn, axis_env=list(axes))(*types)
-    jaxpr = traced.jaxpr
-    names: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-    for var, const in zip(jaxpr.constvars, traced.consts, strict=True):
-        names[var] = Literal(np.asarray(const), var.aval)
-    for eqn in jaxpr.eqns:
-        names |= {v: Var(v.aval) for v in eqn.outvars}
-    names |= zip(jaxpr.outvars, results, strict=False)
+    jaxpr, named = traced.jaxpr, list(zip(traced.jaxpr.outvars, results, strict=False))
+    names: dict[Any, Any] = {v: Var(v.aval) for eqn in jaxpr.eqns for v in eqn.outvars}
+    names |= [(v, result) for v, result in reversed(named) if v in names]
+    consts = (Literal(np.asarray(c), jax.typeof(c)) for c in traced.consts)
+    names |= zip((*jaxpr.invars, *jaxpr.constvars), (*operands, *consts), strict=True)
     info = {"ctx": like.ctx, "source_info": like.source_info} if like else {}
     equations = [renamed(eqn, names, **info) for eqn in jaxpr.eqns]
+    again = [(names[v], result) for v, result in named if names[v] is not result]
+    equations += [replacing(like or equations[0], p.copy_p, [a], result) for a, result in again]
     return equations, [v if isinstance(v, Literal) else names[v] for v in jaxpr.outvars]

@@ -116,6 +116,21 @@ def test_any_rows_and_devices(rows, devices, data, reverse):
     check(with_gradients, *inputs(shape), devices=devices, inputs=[split] * 2, rtol=1e-2, atol=1e-2)
 
 
+def test_what_is_written_twice():
+    """One tensor is scanned twice, and so is its cotangent: each result is a variable."""
+
+    def twice(x):
+        one, other = (lax.associative_scan(jnp.add, x, reverse=True) for _ in range(2))
+        return jnp.sin(one), jnp.tanh(other)
+
+    def gradients(x):
+        both = (jax.grad(lambda x: lax.associative_scan(jnp.multiply, x).sum()) for _ in range(2))
+        return [gradient(x) * n for n, gradient in enumerate(both, 2)]
+
+    for fn in (twice, gradients):
+        check(fn, inputs((24, 3))[0], inputs=[even_split(2, 0, 8)], rtol=1e-4)
+
+
 def test_check_compares_no_partial_sum_of_a_gradient():
     """The first of its terms has the sum of all: terms are no values of the user's any more."""
 
