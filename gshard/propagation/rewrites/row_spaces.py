@@ -158,11 +158,11 @@ class _RowSpaces:
         if out in self.maps:
             for place in asked:
                 for layer in self.maps[out]:
-                    self._ask(layer, place, out)
+                    self._ask(layer.source, self._place(layer, place, out), out)
             users = () if out in self.graph.results else self.graph.users(out)
             rows = users and all(map(windows.has_windows, users))  # they fetch what they need
             wanted = self.maps[out] if out in self.alone and not rows else ()
-            able = [self._ask(layer, (), out) for layer in wanted]
+            able = [self._ask(n.source, self._place(n, (), out), out) for n in wanted]
             if out in self.alone and not any(able):
                 self.alone.update(windows.tensors(eqn))  # it stays as it is
             return
@@ -176,27 +176,24 @@ class _RowSpaces:
                 self.alone.update(a for a in others if not isinstance(a, Literal))
                 for a in windows.tensors(eqn) if by_element else ():
                     for place in places:
-                        self.asked.setdefault(a, {})[of_operand(a, out, place)] = None
-                    self._join(out, a)
+                        self._ask(a, of_operand(a, out, place), out)
                 return
         if out is None or asked or out in self.alone:
             self.alone.update(a for a in eqn.invars if not isinstance(a, Literal))
 
-    def _ask(self, layer: Layer, place: Place, out: Any) -> bool:
-        """Ask for the source of a layer in the rows of a row map, or of those who ask for that."""
-        source = layer.source
-        found = None if layer.is_constant else self._place(layer, place, out)
-        if found is not None:
-            self.asked.setdefault(source, {})[found] = None
+    def _ask(self, source: Any, place: Place | None, out: Any) -> bool:
+        """Ask for a tensor in a place; as it is, where it has none or no dim that has."""
+        if place:
+            self.asked.setdefault(source, {})[place] = None
             self._join(source, out)
         elif not isinstance(source, Literal):  # a number, too
             self.alone.add(source)
-        return found is not None
+        return bool(place)
 
     def _place(self, layer: Layer, place: Place, out: Any) -> Place | None:
         """Where the rows of a layer's source are in a space in which there are those of `out`."""
         source, spaces, found = layer.source, dict(place), dict[int, Space]()
-        maker = None if source in self.rejected else self.graph.maker(source)
+        maker = None if layer.is_constant or source in self.rejected else self.graph.maker(source)
         able = maker is not None and (windows.is_by_element(maker) or windows.has_windows(maker))
         if not able or not layer.is_aligned:
             return None

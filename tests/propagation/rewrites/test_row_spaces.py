@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import gshard
 from tests.oracle import annotated, check, even_split, kinds, random_array, sent
@@ -55,6 +56,21 @@ def test_rows_made_of_a_column_and_a_row():
         return jnp.sin(jnp.pad(hot * x, ((1, 0), (0, 0))))[:-1]
 
     check(fn, random_array((9, 12)), devices=2, inputs=[even_split(2, 0, 2)])
+
+
+def test_a_row_for_all_is_read_as_it_is():
+    """Windows of rows to which a slice of their sums is added: it has one row for all of theirs."""
+
+    def fn(x):
+        x = (x + 0.1 * x.sum(1, keepdims=True))[:, 1:12]
+        x = jnp.clip(x * x, -50, 50)[:, 2:10]
+        return jnp.sin(x), lax.reduce_window(x, 0.0, lax.add, (2, 2), (1, 1), "VALID")
+
+    def gradient(x):
+        return jax.grad(lambda x: sum(y.sum() for y in fn(x[:7])))(x)
+
+    for each in (fn, gradient):
+        check(each, random_array((9, 13)), devices=4, inputs=[even_split(2, 1, 4)], rtol=1e-4)
 
 
 def test_what_is_read_otherwise_stays(tmp_path):
