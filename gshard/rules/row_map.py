@@ -102,9 +102,10 @@ def row_map_ways(
     return [best] if best.results[0] in moved else usual
 
 
-def _towards(here: Sharding, target: Sharding) -> Sharding:
-    """`here`, with the target's splits on unsplit dims, where they are compatible."""
-    for dim, split in enumerate(target.splits):
+def _towards(here: Sharding, target: Sharding, dims: Iterable[int] | None = None) -> Sharding:
+    """`here`, with the target's splits on unsplit dims (of some), where they are compatible."""
+    for dim in range(len(target.splits)) if dims is None else dims:
+        split = target.splits[dim]
         if split and not here.splits[dim]:
             more = here.replace(dim, split)
             here = more if compatible(more.splits) else here
@@ -117,7 +118,8 @@ def _way(row_map: RowMap, shardings: Shardings, result: Sharding, aval: Any) -> 
     for number, layers in row_map.sources.items():
         shape, here = row_map.operands[number].aval.shape, shardings[number]
         operands[number] = result.unsplit(row_map.moving)
-        kept = _kept(here, result, row_map.moving)
+        used = [d for d in row_map.moving if (split := here.splits[d]) and not split.idle]
+        kept = _towards(result, here, used)  # its splits where the result has none
         if kept is not operands[number]:
             inside, count = _sent(row_map, layers, shape, kept, result, aval.dtype)
             gathered, aligned = (
@@ -127,17 +129,6 @@ def _way(row_map: RowMap, shardings: Shardings, result: Sharding, aval: Any) -> 
             if aligned + (timed(inside) if collected else inside) < gathered:
                 operands[number], sent, steps = kept, sent + inside, steps + count
     return Way(tuple(operands), (result,), steps, sent=sent)
-
-
-def _kept(here: Sharding, result: Sharding, moving: Iterable[int]) -> Sharding:
-    """The sharding of a source that keeps its splits where the result has none."""
-    kept = result
-    for dim in moving:
-        split = here.splits[dim]
-        if split and not result.splits[dim] and not split.idle:
-            more = kept.replace(dim, split)
-            kept = more if compatible(more.splits) else kept
-    return kept
 
 
 def _sent(
@@ -249,14 +240,23 @@ def gathered_for_all(
     if len(slices) == 1 or byte_size(whole.local_shape(aval.shape), aval.dtype) > limit:
         return here
 
+    known = dict[Any, float]()
+
     def sent(eqn: JaxprEqn) -> float:
-        """What a slice sends by itself."""
-        row_map, wanted = RowMap(eqn), [shardings[eqn.outvars[0]]]
-        if row_map.moving != moving or 0 in row_map.shape:
-            return 0.0
-        ways = row_map_ways(eqn, [here], wanted, limit, lambda eqn: row_map)
-        split = (w for w in ways if all(w.operands[0].splits[d] is here.splits[d] for d in moving))
-        return min([price(w, eqn, [here], wanted) for w in split], default=np.inf)
+        """What a slice sends by itself: as much wherever it begins, if its result is not split."""
+        (result,), wanted = eqn.outvars, [shardings[eqn.outvars[0]]]
+        whole = not any(wanted[0].splits[d] for d in moving)
+        kind = (wanted[0], result.aval.shape, eqn.params["strides"]) if whole else eqn
+        if kind not in known:
+            row_map = RowMap(eqn)
+            if row_map.moving != moving or 0 in row_map.shape:
+                return 0.0
+            ways = row_map_ways(eqn, [here], wanted, limit, lambda eqn: row_map)
+            own = (
+                w for w in ways if all(w.operands[0].splits[d] is here.splits[d] for d in moving)
+            )
+            known[kind] = min([price(w, eqn, [here], wanted) for w in own], default=np.inf)
+        return known[kind]
 
     gathered = sum(step.bytes for step in plan_reshard(here, whole, aval.shape, aval.dtype))
     enough = any(0 < gathered <= total for total in itertools.accumulate(map(sent, slices)))
