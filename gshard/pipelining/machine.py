@@ -105,7 +105,7 @@ class Machine:
         state = State(
             [],
             _flat(ahead[len(inputs) :], residuals * layers),
-            _flat(behind[len(gradients) :] if pending else [], pending * layers),
+            _flat(behind[len(gradients) :] if pending else [], pending * layers, len(ahead)),
             _made(head[: len(head) - len(gradients)]),
             _made(late[:closures]),
             _made(late[closures:], len(self.arrays[2][0])),
@@ -274,10 +274,13 @@ def _made(types: Sequence[Any], *rows: int) -> Arrays:
     return [jnp.zeros((*rows, *t.shape), t.dtype) for t in types]
 
 
-def _flat(types: Sequence[Any], rows: int) -> Arrays:
-    return [_unused((rows, math.prod(t.shape)), t.dtype) for t in types]
+def _flat(types: Sequence[Any], rows: int, first: int = 0) -> Arrays:
+    """Flat slots, each with a number of its own: of equal ones XLA would fill one and copy it."""
+    return [_unused((rows, math.prod(t.shape)), t.dtype, n) for n, t in enumerate(types, first)]
 
 
-def _unused(shape: Sequence[int], dtype: Any) -> jax.Array:
+def _unused(shape: Sequence[int], dtype: Any, number: int = 0) -> jax.Array:
     """What nothing reads before it is written."""
-    return lax.full(shape, 0, dtype) if is_key_type(dtype) else padding.filled(shape, dtype)
+    number *= jnp.issubdtype(dtype, jnp.inexact)
+    start = 0 if is_key_type(dtype) else padding.garbage(dtype) + np.asarray(number, dtype)
+    return lax.full(shape, start, dtype)
