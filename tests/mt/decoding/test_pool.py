@@ -17,6 +17,7 @@ from tests.nn import models
 LONGEST, MOST = 8, (3, 11)
 LENGTHS = {"dense": (8,), "experts": (4, 8), "stacked": (8,)}  # of sources where they join
 CHANGES = {"dense": {"experts": 0}, "experts": {}, "stacked": {"stacked": True}}
+ROWS = {"dense": 8, "experts": 10, "stacked": 10}  # 10 are 8 while few are searched
 CONFIG = BeamConfig(beam=2, nbest=2, max_length=max(MOST), alpha=0.6)
 
 
@@ -27,7 +28,7 @@ def model_of(kind):
 
 @functools.cache
 def pool_of(kind, forces=False):
-    return Pool(model_of(kind), CONFIG, 10, LONGEST, forces=forces)
+    return Pool(model_of(kind), CONFIG, ROWS[kind], LONGEST, forces=forces)
 
 
 @functools.cache
