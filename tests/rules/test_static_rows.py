@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -125,3 +126,18 @@ def test_slices_of_which_the_results_are_split_along_another_dim_too():
     assert kinds(jitted.lower(x)) == {"collective_permute": 1}
     for result, expected in zip(jitted(x), (x[:, :64], x[:, 8:72]), strict=True):
         np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("start", [1, -3, 300])  # out of range: clamped, as JAX does
+def test_dynamic_updates_and_slices_at_known_rows(start):
+    def update(u):
+        return lax.dynamic_update_slice(u, jnp.sin(u[2:, 1:-1]) + u[:-2, 1:-1], (start, 1))
+
+    def fn(u):
+        some = lax.dynamic_slice(u, (start, 0), (9, 4))
+        return update(u), jax.grad(lambda u: jnp.sum(update(u) ** 2))(u), some * 2
+
+    check(fn, random_array((13, 6)), devices=4, inputs=[even_split(2, 0, 4)])
+    step = gshard.jit(lambda u: gshard.split(update(gshard.split(u, 0, 4)), 0, 4), devices=4)
+    bytes_sent = sent(step.lower(random_array((16, 6))))
+    assert start != 1 or bytes_sent == 2 * 6 * 4  # a row from each neighbour

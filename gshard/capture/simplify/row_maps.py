@@ -322,6 +322,24 @@ def _of_update(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers |
     return visible([entire(operand, operand.aval.shape), *layers])
 
 
+def _of_window(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
+    """An update, or a slice, that is dynamic in name: its first rows are known."""
+    updates = eqn.primitive is p.dynamic_update_slice_p
+    operand, *rest = eqn.invars
+    window, starts = (rest[0], rest[1:]) if updates else (eqn.outvars[0], rest)
+    known = [known_windows.known_numbers(a, graph) for a in starts]
+    if any(number is None for number in known):
+        return None
+    sizes = zip(known, operand.aval.shape, window.aval.shape, strict=True)
+    base = tuple(min(max(int(n), 0), have - rows) for n, have, rows in sizes)
+    if not updates:
+        return (Layer(operand, base, entire(operand, window.aval.shape).axes),)
+    axes = tuple(
+        Axis(at, n, d) for d, (at, n) in enumerate(zip(base, window.aval.shape, strict=True))
+    )
+    return visible([entire(operand, operand.aval.shape), Layer(window, (0,) * len(base), axes)])
+
+
 def _of_sum(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
     """The sum of zero-padded tensors that do not overlap.
 
@@ -353,6 +371,8 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
     tile_p: _of_copies,
     p.gather_p: lambda e, result, graph, maps: known_windows.gathered(e, graph),
     p.scatter_p: _of_update,
+    p.dynamic_slice_p: _of_window,
+    p.dynamic_update_slice_p: _of_window,
     p.add_p: _of_sum,
     p.add_jaxvals_p: _of_sum,
 }
