@@ -327,11 +327,12 @@ def _of_window(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers |
     updates = eqn.primitive is p.dynamic_update_slice_p
     operand, *rest = eqn.invars
     window, starts = (rest[0], rest[1:]) if updates else (eqn.outvars[0], rest)
-    known = [known_windows.known_numbers(a, graph) for a in starts]
-    if any(number is None for number in known):
+    numbers = (known_windows.known_numbers(a, graph) for a in starts)
+    known = [int(number) for number in numbers if number is not None]
+    if len(known) < len(starts):
         return None
     sizes = zip(known, operand.aval.shape, window.aval.shape, strict=True)
-    base = tuple(min(max(int(n), 0), have - rows) for n, have, rows in sizes)
+    base = tuple(min(max(n, 0), have - rows) for n, have, rows in sizes)
     if not updates:
         return (Layer(operand, base, entire(operand, window.aval.shape).axes),)
     axes = tuple(
