@@ -114,8 +114,8 @@ def existing(ctx: Context, tile: Tile, dim: int, starts: np.ndarray) -> jax.Arra
 def conv_factors(eqn: JaxprEqn, split_windows: Collection[int] = ()) -> Factors:
     """Batch `n`, input features `k`, output features `o`, groups `g`, and spatial dims `s`.
 
-    A spatial factor joins base and result; or base and window, and is summed, if the window is the
-    larger of the two or one of the `split_windows`.
+    A spatial factor joins base and result; or base and window, and is summed, if the window reaches
+    farther than it moves, or is one of the `split_windows`.
     """
     lhs_spec, rhs_spec, out_spec = eqn.params["dimension_numbers"]
     base, kernel, result = (v.aval.shape for v in (*eqn.invars, *eqn.outvars))
@@ -136,11 +136,11 @@ def conv_factors(eqn: JaxprEqn, split_windows: Collection[int] = ()) -> Factors:
         "o": kernel[rhs_spec[0]] // groups,
         **({"g": groups} if group else {}),
     }
-    reduced = {"k": "sum"}
+    reduced, strides, gaps = {"k": "sum"}, eqn.params["window_strides"], eqn.params["rhs_dilation"]
     for i, (l, r, o) in enumerate(zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)):
         lhs[l] = (f"s{i}",)
         sizes[f"s{i}"] = base[l]
-        if i in split_windows or kernel[r] > result[o]:
+        if i in split_windows or (kernel[r] - 1) * gaps[i] > (result[o] - 1) * strides[i]:
             rhs[r] = (f"s{i}",)
             reduced[f"s{i}"] = "sum"
         else:

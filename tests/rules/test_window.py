@@ -195,6 +195,21 @@ def test_kernel_larger_than_the_activations_gathers_none_of_them():
     assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}
 
 
+@pytest.mark.parametrize("argnum", [0, 1])
+def test_patches_that_are_larger_than_their_number_stay_split(argnum):
+    """15 x 15 patches of 16 x 16: halos of the image, in tiles of 8 x 4 patches, and no sums."""
+    x, kernel = random_array((1, 1, 240, 240)), random_array((2, 1, 16, 16), seed=1)
+
+    def fn(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (16, 16), "VALID")
+
+    tiles = np.arange(8).reshape(1, 1, 2, 4)
+    lowered = check(fn, x, kernel, inputs=[tiles], rtol=1e-4, atol=1e-4)
+    assert halo_only(lowered) == 8 * 60 * 4 + 128 * 12 * 4
+    grad = check(gradient(fn, argnum), x, kernel, inputs=[tiles], rtol=1e-3, atol=1e-3)
+    assert sent(grad, "all_reduce") <= 2 * kernel.nbytes * argnum
+
+
 def test_spatial_splits_travel_through_a_network():
     """One annotation on the image: convolutions, pools and their gradients all stay split."""
     x = random_array((2, 37, 16, 3))
