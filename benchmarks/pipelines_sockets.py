@@ -6,8 +6,9 @@ pages that the system clears again may take longer than the step.
 
 Processes first measure themselves (`forecast.measure`), all at once, and all plan by the figures of
 the first. That their programs are equal is checked before one runs. The schedules take turns, each
-round a step of every one, and are measured by the median; then the machine is measured again: its
-speed changes, and the forecast is the mean of those by the figures before and after.
+round a step of every one; then the machine is measured again: its speed changes, and the forecast
+is the mean of those by the figures before and after. Steps and machine are measured by the median:
+by its best moments, the machine is faster than a step of seconds can be.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import statistics
 import subprocess
 import tempfile
 import time
@@ -87,7 +89,7 @@ def of_first(text: str) -> str:
 def machine() -> tuple[Hardware, str]:
     """The figures of the first process, measured while all of them work."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        text = of_first(measured(rounds=10))
+        text = of_first(measured(10, statistics.median))
         file.write(text)
         file.flush()
         return hardware(file.name), text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +15,12 @@ from gshard.forecast.hardware import Efficiency, Hardware, present
 from gshard.forecast.topology import Network
 
 
-def measured(rounds: int = 20) -> str:
+def measured(rounds: int = 20, rate_of: Callable[[Sequence[float]], float] = max) -> str:
     """The machine as TOML: its devices, those of other processes included.
 
-    Other programs may be using the machine: everything is measured in turns, many times, and the
-    best of each counts, so that a busy period does not distort one measurement alone. A single
+    Other programs may be using the machine: everything is measured in turns, many times, so that a
+    busy period does not distort one measurement alone. The best of each counts, or what `rate_of`
+    makes of them: who compares with the median of some steps takes the median here, too. A single
     accelerator has nobody to send to: the links are those of its data sheet.
     """
     device, devices = jax.devices()[0], jax.device_count()
@@ -33,12 +34,10 @@ def measured(rounds: int = 20) -> str:
         "started": _exchange(20, 8),
         "sent": _exchange(4, sent),
     }
-    best: dict[str, float] = dict.fromkeys(probes, 0.0)
-    for _ in range(rounds):
-        for name, (amount, run) in probes.items():
-            best[name] = max(best[name], amount / _seconds(run))
-    seconds = {name: 1 / best[name] for name in ("operator", "started")}
-    found = {name: float(f"{rate:.3g}") for name, rate in (best | seconds).items()}
+    times = [{name: _seconds(run) for name, (_, run) in probes.items()} for _ in range(rounds)]
+    rates = {name: rate_of([done / t[name] for t in times]) for name, (done, _) in probes.items()}
+    seconds = {name: 1 / rates[name] for name in ("operator", "started")}
+    found = {name: float(f"{rate:.3g}") for name, rate in (rates | seconds).items()}
     links: dict[str, Any] = dict.fromkeys(("inside_bandwidth", "outside_bandwidth"), found["sent"])
     links |= dict.fromkeys(("inside_seconds", "outside_seconds"), found["started"])
     network = Network("switch", devices_per_node=4096, single_step=on_cpu, **links)
