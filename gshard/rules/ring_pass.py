@@ -20,7 +20,7 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving.costs import timed
 from gshard.moving.reductions import identity
-from gshard.rules.base.ring_pass import KEYS, RingPass, Sum, ring_pass_p
+from gshard.rules.base.ring_pass import KEYS, RingPass, Softmax, Sum, ring_pass_p
 from gshard.rules.base.rule import Context, Doc, Way, rule
 from gshard.rules.contraction import Pairs, Ring, ring_of
 from gshard.tensors import padding
@@ -164,20 +164,20 @@ class _Round:
             values = dict(zip(self.body.invars, parts, strict=True))
             return self.added(list(state), scores, values, inside)
 
-        def left_out(state: list[Any]) -> list[Any]:
-            if not ring.softmax:
-                return state
-            return self.add_uniform_block(list(state), parts, self.block(place.outer, number))
-
         if block_mask is None:
             return computed(state)
         (mask,) = self.partitioner(place, block_mask.body).run(block_mask.body, parts)
         mask = mask.holding(mask.array if block_mask.seen else ~mask.array)
+        if ring.softmax:  # what is left out is nothing beside the maximum so far
+            out = ring.softmax.maximum.out
+            top = state[ring.sums.index(ring.softmax.maximum)]
+            shift = Tile(top, self.sharding_in_block(out), tuple(out.aval.shape))
+        else:
+            shift = parts[self.body.invars.index(block_mask.shift)]
+        shift = shift.masked(place, jnp.inf).array
         needed = jnp.any(mask.masked(place, False).array)
-        if block_mask.shift is not None:
-            shift = parts[self.body.invars.index(block_mask.shift)].masked(place, jnp.inf).array
-            needed |= ~jnp.all(jnp.exp(jnp.asarray(block_mask.fill, shift.dtype) - shift) == 0)
-        return lax.cond(needed, computed, left_out, state)
+        needed |= ~jnp.all(jnp.exp(jnp.asarray(block_mask.fill, shift.dtype) - shift) == 0)
+        return lax.cond(needed, computed, list, state)
 
     def block(self, outer: Place, number: Array) -> _Block:
         """This device with a block of keys; what is looked up stays inside."""
@@ -192,47 +192,15 @@ class _Round:
 
     def added(self, state: list[Any], scores: Values, values: Values, place: _Block) -> list[Any]:
         """The state with a block's scores."""
-        softmax = self.ring.softmax
-        if softmax:
-            logits = scores[softmax.maximum.scores]
-            highest = self.summed(softmax.maximum, logits, values, place)
-            logits = logits.masked(place, identity("max", logits.array.dtype))
-            self.online(state, highest, logits, values, place)
+        if softmax := self.ring.softmax:
+            self.online(state, softmax, scores[softmax.maximum.scores], values, place)
         for n, s in enumerate(self.ring.sums):
-            if softmax is None or s not in softmax.sums:
+            if not softmax or s not in softmax.sums:
                 part = self.summed(s, scores[s.scores], values, place)
                 state[n] = _JOIN[s.kind](state[n], part.astype(state[n].dtype))
         return state
 
-    def add_uniform_block(self, state: list[Any], parts: Tiles, place: _Block) -> list[Any]:
-        """The state with a block whose logits are all equal: as if it had one key, repeated.
-
-        A query without any visible key weighs all values equally.
-        """
-        ring, softmax, block_mask = self.ring, self.ring.softmax, self.ring.mask
-        assert softmax
-        assert block_mask
-        var = softmax.maximum.scores
-        here, shape = self.sharding_in_block(var), tuple(var.aval.shape)
-        dim, size = ring.names[var].index(ring.keys), here.local_shape(shape)
-        keys = jnp.clip(shape[dim] - place.number * size[dim], 0, size[dim])
-        one = (*size[:dim], 1, *size[dim + 1 :])
-        logits = _one_key(jnp.full(one, block_mask.fill, var.aval.dtype), here, shape, dim)
-
-        def summed(tile: Tile, dims: tuple[str, ...]) -> Tile:
-            if ring.keys not in dims or ring.queries in dims:
-                return tile
-            dim = dims.index(ring.keys)
-            total = jnp.sum(tile.masked(place, 0, [dim]).array, dim, keepdims=True)
-            return _one_key(total, tile.sharding, tile.shape, dim)
-
-        values = {v: summed(t, ring.names[v]) for v, t in zip(self.body.invars, parts, strict=True)}
-        self.online(state, jnp.max(logits.array, dim), logits, values, place, keys)
-        return state
-
-    def summed(
-        self, s: Sum, scores: Tile, values: Values, place: _Block, wide: Any = None
-    ) -> Array:
+    def summed(self, s: Sum, scores: Tile, values: Values, place: _Block) -> Array:
         """The sum of one block's scores."""
         along = {self.ring.keys, self.ring.queries}
         operands = []
@@ -244,48 +212,37 @@ class _Round:
             dims = [d for d in s.summed(n) if self.ring.names[atom][d] in along]
             neutral = identity(s.kind, tile.array.dtype)
             operands.append(tile.masked(place, neutral, dims).array)
-        changed = {"preferred_element_type": wide} if wide is not None else {}
-        (part,) = bind(s.eqn, operands, **changed)
+        (part,) = bind(s.eqn, operands)
         return part
 
     def online(
-        self,
-        state: list[Any],
-        highest: Array,
-        logits: Tile,
-        values: Values,
-        place: _Block,
-        times: Array | int = 1,
+        self, state: list[Any], softmax: Softmax, logits: Tile, values: Values, place: _Block
     ) -> None:
-        """Update the online softmax by a block, each of whose logits counts `times` times."""
-        softmax, number = self.ring.softmax, self.ring.sums.index
-        assert softmax
+        """Update the online softmax by a block."""
+        number, names = self.ring.sums.index, self.ring.names
         top, total = number(softmax.maximum), number(softmax.total)
-        names, own = (self.ring.names[v] for v in (softmax.maximum.out, softmax.maximum.scores))
+        highest = self.summed(softmax.maximum, logits, values, place)
+        logits = logits.masked(place, identity("max", logits.array.dtype))
+        queries, own = (names[v] for v in (softmax.maximum.out, softmax.maximum.scores))
         before = state[top]
         highest = lax.max(before, highest)
         shift = jnp.where(jnp.isneginf(highest), 0, highest)
-        powers = jnp.exp(logits.array - _along(shift, names, own, logits.array.shape))
+        powers = jnp.exp(logits.array - _along(shift, queries, own, logits.array.shape))
         less = jnp.exp(before - shift)
-        part = times * jnp.sum(powers, own.index(self.ring.keys))
+        part = jnp.sum(powers, own.index(self.ring.keys), dtype=state[total].dtype)
         state[top], state[total] = highest, state[total] * less + part
         for s in softmax.weighted:
             n, weights = number(s), logits.holding(powers.astype(s.scores.aval.dtype))
-            part = self.summed(s, weights, values, place, state[n].dtype)
-            state[n] = state[n] * _along(less, names, self.ring.names[s.out], part.shape) + part
+            part = self.summed(s, weights, values, place)
+            state[n] = state[n] * _along(less, queries, names[s.out], part.shape) + part
 
     # ------------------------------------------------------------ the round
 
     def start(self) -> list[Array]:
         """The initial state; sums over queries have one block of the result."""
-        state = []
-        wide = self.ring.softmax.weighted if self.ring.softmax else ()
-        for s, here in zip(self.ring.sums, self.results, strict=True):
-            aval = s.out.aval
-            dtype = jnp.promote_types(aval.dtype, jnp.float32) if s in wide else aval.dtype
-            local = here.local_shape(aval.shape)
-            state.append(jnp.full(local, identity(s.kind, dtype)))
-        return state
+        avals = [s.out.aval for s in self.ring.sums]
+        pairs = zip(self.ring.sums, self.results, avals, strict=True)
+        return [jnp.full(t.local_shape(a.shape), identity(s.kind, a.dtype)) for s, t, a in pairs]
 
     def pairs(self, var: Any, sharding: Sharding, passes: bool) -> Pairs:
         """The devices between which a tensor with a dim of keys is passed on, if it is."""
@@ -312,27 +269,11 @@ class _Round:
             return self.add_block(jnp.asarray(block), [arrays[n] for n in of], list(state))
 
         state = ring.run(step, passing, [*zip(self.start(), back, strict=True)])
-        done = zip(self.finished(state), shardings, sums, strict=True)
+        done = zip(state, shardings, sums, strict=True)
         return [Tile(a, sharding, tuple(s.out.aval.shape)) for a, sharding, s in done]
-
-    def finished(self, state: list[Array]) -> list[Array]:
-        """The results; weights are divided by their sum at the end."""
-        softmax, number = self.ring.softmax, self.ring.sums.index
-        for s, divided in softmax.weighted.items() if softmax else ():
-            assert softmax
-            n, names = number(s), self.ring.names[softmax.total.out]
-            total = state[number(softmax.total)]
-            total = _along(total, names, self.ring.names[s.out], state[n].shape)
-            state[n] = (state[n] / total if divided else state[n]).astype(s.out.aval.dtype)
-        return state
 
 
 _JOIN = {"sum": lax.add, "max": lax.max, "min": lax.min}
-
-
-def _one_key(array: Array, sharding: Sharding, shape: Sequence[int], dim: int) -> Tile:
-    """A tile with one key instead of a block of them."""
-    return Tile(array, sharding.replace(dim, None), (*shape[:dim], 1, *shape[dim + 1 :]))
 
 
 def _along(x: Array, names: Sequence[str], wanted: Sequence[str], shape: Sequence[int]) -> Array:

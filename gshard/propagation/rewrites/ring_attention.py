@@ -19,8 +19,7 @@ from jax.extend.core import primitives as p
 from gshard.graph import Graph, at_every_level, in_order, inputs_of, live, needed_for, upstream
 from gshard.graph.source import source_of
 from gshard.propagation.rewrites.scores import Finder, Scoring
-from gshard.propagation.rewrites.softmax_delta import factor_out_delta
-from gshard.propagation.rewrites.softmax_form import in_one_form, softmax_of
+from gshard.propagation.rewrites.softmax import in_one_form
 from gshard.rules.base.ring_pass import (
     KEYS,
     QUERIES,
@@ -57,12 +56,12 @@ def ring_attention(
         if isinstance(region, str):
             remarks.append(f"not applied at {source_of(seed)}: {region}")
             continue
-        online = softmax_of(graph, region)
-        if form := in_one_form(graph, region, online):
-            graph = Graph(in_order(live(form, jaxpr.outvars)), jaxpr.outvars)
+        online = None
+        if form := in_one_form(graph, region):
+            graph = Graph(in_order(live(form.eqns, jaxpr.outvars)), jaxpr.outvars)
             region = Finder(graph).region(seed, *found[:2])
             assert isinstance(region, Scoring)
-            online = softmax_of(graph, region)
+            online = form.softmax(graph, region)
         if not found[3] and online is None:
             # An ordinary product with a large result.
             remarks.append(f"not applied at {source_of(seed)}: {_NO_SOFTMAX}")
@@ -119,13 +118,9 @@ def _replaced(
     graph: Graph, region: Scoring, online: Softmax | None, split: Split, jaxpr: Jaxpr
 ) -> list[JaxprEqn]:
     """The program, with the region's sums computed by ring passes."""
-    eqns = graph.eqns
-    if online:
-        eqns = in_order(factor_out_delta(eqns, region, [*online.weighted]))
-    rounds = _rounds(eqns, region, online)
     summed = {e.out for e in region.exits}
-    kept = [e for e in eqns if not summed.intersection(e.outvars)]
-    for exits in rounds:
+    kept = [e for e in graph.eqns if not summed.intersection(e.outvars)]
+    for exits in _rounds(graph.eqns, region, online):
         computed = online if online and online.maximum in exits else None
         info = jaxpr.debug_info.with_unknown_names()
         kept.append(_round(region, exits, computed, split, graph, info))

@@ -50,15 +50,14 @@ class Sum:
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """An online softmax over keys: its maximum, its sum, and weighted sums of values.
+    """An online softmax over keys: the maximum of logits, and sums of `exp(logits - maximum)`.
 
-    `weighted` are products of the weights with values; true for those whose weights are divided by
-    their sum before.
+    `total` is their own, `weighted` are their products with values.
     """
 
     maximum: Sum
     total: Sum
-    weighted: Mapping[Sum, bool]
+    weighted: tuple[Sum, ...]
 
     @property
     def sums(self) -> tuple[Sum, ...]:

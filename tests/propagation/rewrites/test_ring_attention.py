@@ -31,12 +31,17 @@ def causal(s):
 
 
 def test_a_softmax_is_one_pass_whose_body_has_the_scores():
+    """What comes out is divided by the sum of the weights."""
     assert "\n".join(ring_attention(jax.nn.softmax)) == dedent("""
         # applied at test_ring_attention.py: an online softmax; passes around the ring: 1
-        >   i:f32[16], o:f32[16], r:f32[16,4] = ring_pass[ring=over 8 devices, softmax] d g f  # split dim 0 by 8; split dim 0 by 8; split dim 0 by 8
-        >     body (t:f32[16,4], u:f32[4,16], v:f32[16,4])
-        >       h:f32[16,16] = dot_general[dimension_numbers=(((1,), (0,)), ((), ())) preferred_element_type=float32] t u
+        >   i:f32[16], t:f32[16,4], o:f32[16] = ring_pass[ring=over 8 devices, softmax] d g f  # split dim 0 by 8; split dim 0 by 8; split dim 0 by 8
+        >     body (u:f32[16,4], v:f32[4,16], w:f32[16,4])
+        >       h:f32[16,16] = dot_general[dimension_numbers=(((1,), (0,)), ((), ())) preferred_element_type=float32] u v
         >       return h
+        >   x:f32[16,1] = broadcast_in_dim[shape=(16, 1) broadcast_dimensions=(0,)] o  # split dim 0 by 8
+        >   y:f32[16] = squeeze[dimensions=(1,)] x  # split dim 0 by 8
+        >   z:f32[16,4] = broadcast_in_dim[shape=(16, 4) broadcast_dimensions=(0,)] y  # split dim 0 by 8
+        >   r:f32[16,4] = div t z  # split dim 0 by 8
     """)  # noqa: E501
 
 
