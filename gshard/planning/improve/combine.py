@@ -35,10 +35,12 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.graph import LOOPS, at_every_level, bodies, in_order
-from gshard.graph.evaluate import equations_of
+from gshard._jax import Var, without_mesh
+from gshard.graph import LOOPS, at_every_level, bodies, in_order, renamed
+from gshard.graph.caching import cached
 from gshard.graph.kinds import APART, PRODUCTS
-from gshard.graph.source import because, on_behalf_of
+from gshard.graph.reason import Reason
+from gshard.graph.source import because, reason_of
 from gshard.moving import costs
 from gshard.moving.collectives import AllGather, AllReduce, AllToAll, CollectiveNode, ReduceScatter
 from gshard.moving.costs import EXCHANGED, LATENCIES, cost_model
@@ -177,7 +179,7 @@ def combine(plan: Jaxpr) -> Jaxpr:
         found += [c for c in _alone(plan) if c.members[0] not in taken and _is_exchanged(c)]
     if not found:
         return plan
-    written = _written(found)
+    written = {c.members[-1]: _written(c) for c in found}
     instead = {eqn: written.get(eqn, []) for c in found for eqn in c.members}
     eqns = [new for eqn in plan.eqns for new in instead.get(eqn, [eqn])]
     fixed = {eqn for eqn in plan.eqns if is_heavy(eqn) and not _may_move(eqn)}
@@ -192,44 +194,61 @@ def _is_exchanged(combination: Combination) -> bool:
     return combination.size <= EXCHANGED and can_be_exchanged(node)
 
 
-def _written(combinations: Sequence[Combination]) -> dict[JaxprEqn, list[JaxprEqn]]:
-    """The equations of every combination, by its last member; all traced in one go, for speed."""
-
-    def all_together(*operands: jax.Array) -> list[jax.Array]:
-        left, results = iter(operands), []
-        for combination in combinations:
-            values = [next(left) for _ in combination.members]
-            exchanged = cost_model().rings and _is_exchanged(combination)
-            results += run_together(combination.members, values, exchanged)
-        return results
-
-    members = [eqn for combination in combinations for eqn in combination.members]
-    operands, results = [e.invars[0] for e in members], [e.outvars[0] for e in members]
-    equations, _ = equations_of(all_together, operands, results)
-    found: dict[JaxprEqn, list[JaxprEqn]] = {}
-    left = iter(equations)
-    for combination in combinations:
-        last = combination.members[-1]
-        eqns = found[last] = [next(left)]
-        while eqns[-1].outvars != last.outvars:  # the equation of its last result ends it
-            eqns.append(next(left))
+def _written(combination: Combination) -> list[JaxprEqn]:
+    """The equations of a combination; those of equal ones are traced once."""
+    members, reasons, unexplained = combination.members, [], []
+    for eqn in members:
+        node: Any = node_of(eqn)
+        reasons.append(node.reason)
+        unexplained.append(node.unexplained())
+    operands = [eqn.invars[0] for eqn in members]
+    exchanged = cost_model().rings and _is_exchanged(combination)
+    shapes = tuple([a.aval.shape for a in operands])
+    code = _code(tuple(unexplained), shapes, operands[0].aval.dtype, exchanged)
+    names = {v: Var(v.aval) for eqn in code.eqns for v in eqn.outvars}
+    names |= zip(code.invars, operands, strict=True)
+    names |= zip(code.outvars, (eqn.outvars[0] for eqn in members), strict=True)
+    found = []
+    for eqn in code.eqns:
+        step = reason_of(eqn)
+        number = int(step.detail)
+        reason, info = replace(reasons[number], values=step.values), members[number].source_info
+        made: dict[str, Any] = {"ctx": members[number].ctx}
+        if inner := node_of(eqn):
+            made["params"] = {**eqn.params, "node": replace(inner, reason=reason)}
+        info = info.replace(name_stack=info.name_stack.extend(reason.encoded()))
+        found.append(renamed(eqn, names, source_info=info, **made))
     return found
 
 
 # ---------------------------------------------------------------- several collectives as one
 
 
-def run_together(
-    eqns: Sequence[JaxprEqn], values: Sequence[jax.Array], by_exchange: bool = False
+@cached
+def _code(
+    nodes: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], dtype: Any, by_exchange: bool
+) -> Jaxpr:
+    """The code of nodes that are collectives and differ only in their operands and dims.
+
+    The reason of an equation has the number of the member whose line it is on.
+    """
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    with without_mesh():
+        traced = jax.make_jaxpr(lambda *values: _run_together(nodes, values, by_exchange))(*types)
+    assert not traced.consts
+    return traced.jaxpr
+
+
+def _run_together(
+    nodes: Sequence[Any], values: Sequence[jax.Array], by_exchange: bool
 ) -> list[jax.Array]:
-    """The results of nodes that are collectives and differ only in their operands and dims."""
-    nodes: list[Any] = [node_of(eqn) for eqn in eqns]
+    reasons = [Reason("member", detail=str(number)) for number in range(len(nodes))]
     rows = []
-    for eqn, node, x in zip(eqns, nodes, values, strict=True):
-        with on_behalf_of(eqn), because(node.reason):
+    for reason, node, x in zip(reasons, nodes, values, strict=True):
+        with because(reason):
             rows.append(_as_rows(node, x))
-    node = replace(nodes[0], reason=replace(nodes[0].reason, values=len(eqns)))
-    with on_behalf_of(eqns[0]), because(node.reason):
+    node = replace(nodes[0], reason=replace(reasons[0], values=len(nodes)))
+    with because(node.reason):
         packed = lax.concatenate(rows, rows[0].ndim - 1)
         if by_exchange:
             whole = _exchanged(node, packed)
@@ -241,11 +260,11 @@ def run_together(
         else:
             whole = add_node(node, packed)
     results, start = [], 0
-    for eqn, node, row in zip(eqns, nodes, rows, strict=True):
+    for reason, node, row, x in zip(reasons, nodes, rows, values, strict=True):
         end = start + row.shape[-1]
-        with on_behalf_of(eqn), because(node.reason):
+        with because(reason):
             part = lax.slice_in_dim(whole, start, end, axis=-1)
-            results.append(_as_result(eqn, node, part))
+            results.append(_as_result(node, part, x.shape))
         start = end
     return results
 
@@ -299,13 +318,12 @@ def _as_rows(node: CollectiveNode, x: jax.Array) -> jax.Array:
     return lax.reshape(_moved(lax.reshape(x, shape), dim, 0), (members, x.size // members))
 
 
-def _as_result(eqn: JaxprEqn, node: CollectiveNode, x: jax.Array) -> jax.Array:
-    """The inverse, for the result."""
-    shape = eqn.outvars[0].aval.shape
+def _as_result(node: CollectiveNode, x: jax.Array, local: tuple[int, ...]) -> jax.Array:
+    """The inverse, for the result of an operand of this shape."""
     if not isinstance(node, AllGather):
-        return lax.reshape(x, shape)
-    parts = lax.reshape(x, (len(node.groups[0]), *eqn.invars[0].aval.shape))
-    return lax.reshape(_moved(parts, 0, node.dim), shape)
+        return lax.reshape(x, node.result(local))
+    parts = lax.reshape(x, (len(node.groups[0]), *local))
+    return lax.reshape(_moved(parts, 0, node.dim), node.result(local))
 
 
 def _moved(x: jax.Array, dim: int, to: int) -> jax.Array:
