@@ -171,10 +171,10 @@ class _Round:
         if ring.softmax:  # what is left out is nothing beside the maximum so far
             out = ring.softmax.maximum.out
             top = state[ring.sums.index(ring.softmax.maximum)]
-            shift = Tile(top, self.sharding_in_block(out), tuple(out.aval.shape))
+            seen = Tile(top, self.sharding_in_block(out), tuple(out.aval.shape))
         else:
-            shift = parts[self.body.invars.index(block_mask.shift)]
-        shift = shift.masked(place, jnp.inf).array
+            seen = parts[self.body.invars.index(block_mask.shift)]
+        shift = seen.masked(place, jnp.inf).array
         needed = jnp.any(mask.masked(place, False).array)
         needed |= ~jnp.all(jnp.exp(jnp.asarray(block_mask.fill, shift.dtype) - shift) == 0)
         return lax.cond(needed, computed, list, state)
