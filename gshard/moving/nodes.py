@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -69,7 +69,7 @@ class TensorNode(Node):
 
     def sent(self, local: tuple[int, ...], dtype: Any) -> int:
         """Bytes sent by the collectives that it expands to."""
-        return _bytes(code_of(self.unexplained(), local, (dtype, np.dtype(np.int32))).eqns)
+        return planned_bytes(code_of(self.unexplained(), local, (dtype, np.dtype(np.int32))))
 
 
 def communicate(node: Node, array: Any, place: Place) -> Any:
@@ -95,11 +95,22 @@ def node_of(eqn: JaxprEqn) -> Node | None:
 
 @dataclass(frozen=True)
 class Code:
-    """The code of a node, as equations from operands to a result."""
+    """The code of a node, or of several: for each the local array, and the device if needed."""
 
-    inputs: tuple[Any, ...]  # the local array, and the number of the device if it is needed
+    inputs: tuple[Any, ...]
     eqns: tuple[JaxprEqn, ...]
-    result: Any
+    results: tuple[Any, ...]
+
+    @staticmethod
+    def of(run: Callable[..., Any], types: Sequence[Any], sizes: Sizes = ()) -> Code:
+        """The code of a function of local arrays."""
+        with without_mesh():
+            traced = jax.make_jaxpr(run, axis_env=list(sizes))(*types)
+        jaxpr = traced.jaxpr
+        values = zip(jaxpr.constvars, traced.consts, strict=True)
+        consts = {v: Literal(np.asarray(c), v.aval) for v, c in values}
+        eqns = tuple([renamed(e, consts) for e in jaxpr.eqns])
+        return Code(tuple(jaxpr.invars), eqns, tuple(jaxpr.outvars))
 
 
 @cached  # by value: it serves all layers, and later programs
@@ -116,28 +127,13 @@ def code_of(node: Node, shape: tuple[int, ...], dtypes: tuple[Any, ...], sizes: 
         return node.run(place.numbered(*number) if number else place, x)
 
     types = [jax.ShapeDtypeStruct(s, d) for s, d in zip((shape, ()), dtypes, strict=False)]
-    with without_mesh():
-        traced = jax.make_jaxpr(run, axis_env=list(sizes))(*types)
-    jaxpr = traced.jaxpr
-    consts = {
-        v: Literal(np.asarray(c), v.aval)
-        for v, c in zip(jaxpr.constvars, traced.consts, strict=True)
-    }
-    (result,) = jaxpr.outvars
-    return Code(tuple(jaxpr.invars), tuple(renamed(e, consts) for e in jaxpr.eqns), result)
+    return Code.of(run, types, sizes)
 
 
-def planned_bytes(jaxpr: Jaxpr) -> int:
-    """What one device sends for the nodes of a plan, in the bodies of loops too."""
-    return _bytes(jaxpr.eqns)
-
-
-def _bytes(eqns: Sequence[JaxprEqn]) -> int:
-    total = 0
-    for eqn in eqns:
-        total += node_bytes(eqn)
-        total += runs_of(eqn) * sum(map(planned_bytes, bodies(eqn)))
-    return total
+def planned_bytes(program: Jaxpr | Code) -> int:
+    """What one device sends for the nodes of a plan or of a code, in the bodies of loops too."""
+    total = sum(map(node_bytes, program.eqns))
+    return total + sum(runs_of(e) * sum(map(planned_bytes, bodies(e))) for e in program.eqns)
 
 
 def node_bytes(eqn: JaxprEqn) -> int:

@@ -75,12 +75,10 @@ def lower(
     with _planning(options, order):
         finished = history.run(FINAL_PASSES, arranged.plan.jaxpr, plan_note)
     settings = settings.with_options(options.variant.compiler_options)
-    if options.target(order.devices) == "gpu":
-        nodes = [eqn.params.get("node") for eqn in walk(finished)]
-        permutes = [node.groups for node in nodes if isinstance(node, CollectivePermute)]
-        alike = len({frozenset(map(frozenset, groups)) for groups in permutes}) == 1
-        if alike and _is_option(_CHAINS):
-            settings = settings.with_options({_CHAINS: True})
+    nodes = (eqn.params.get("node") for eqn in walk(finished))
+    pairs = (frozenset(map(frozenset, n.groups)) for n in nodes if isinstance(n, CollectivePermute))
+    if options.target(order.devices) == "gpu" and len(set(pairs)) == 1 and _is_option(_CHAINS):
+        settings = settings.with_options({_CHAINS: True})
     wide = bool(jax.config.jax_enable_x64)
     return Program(captured, settings, arranged, finished, history, planned, wide)
 

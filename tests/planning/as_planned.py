@@ -18,7 +18,8 @@ def assert_planned_is_sent(lowered):
         if isinstance(node, TensorNode):
             shape = tuple(avals[0].shape)
             code = code_of(node.unexplained(), shape, tuple(a.dtype for a in avals))
-            assert code.result.aval.shape == node.result(shape), (node, shape)
+            (result,) = code.results
+            assert result.aval.shape == node.result(shape), (node, shape)
     expanded, combined = (Plan(programs[n], plan.num_devices) for n in ("expand", "combine"))
     assert plan.bytes == expanded.bytes
     assert combined.sends == collectives_of(programs["emit"], plan.num_devices)

@@ -25,7 +25,7 @@ have the user's line of that value, so that the program itself shows what is com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,8 +35,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard._jax import Var, without_mesh
-from gshard.graph import LOOPS, at_every_level, bodies, in_order, renamed
+from gshard.graph import LOOPS, at_every_level, bodies, in_order
 from gshard.graph.caching import cached
 from gshard.graph.kinds import APART, PRODUCTS
 from gshard.graph.reason import Reason
@@ -45,7 +44,8 @@ from gshard.moving import costs
 from gshard.moving.collectives import AllGather, AllReduce, AllToAll, CollectiveNode, ReduceScatter
 from gshard.moving.costs import EXCHANGED, LATENCIES, cost_model
 from gshard.moving.inventory import COLLECTIVES
-from gshard.moving.nodes import add_node, node_of
+from gshard.moving.nodes import Code, add_node, node_of
+from gshard.planning.improve.expand import inlined
 from gshard.tensors.tile import size_of
 
 _HEAVY = {*APART, *PRODUCTS, *LOOPS}
@@ -136,7 +136,7 @@ def _alone(jaxpr: Jaxpr) -> list[Combination]:
 
 def _key(eqn: JaxprEqn) -> Any:
     """A key that is equal for collectives that differ only in their operands and dims."""
-    node: Any = node_of(eqn)
+    node = eqn.params["node"]
     return node.name, node.groups, getattr(node, "kind", ""), eqn.invars[0].aval.dtype
 
 
@@ -189,36 +189,24 @@ def combine(plan: Jaxpr) -> Jaxpr:
 
 def _is_exchanged(combination: Combination) -> bool:
     """Whether AllToAlls are faster than a ring."""
-    node = node_of(combination.members[0])
-    assert isinstance(node, CollectiveNode)
-    return combination.size <= EXCHANGED and can_be_exchanged(node)
+    sizes = set(map(len, combination.members[0].params["node"].groups))
+    return combination.size <= EXCHANGED and len(sizes) == 1  # AllToAlls take groups of one
 
 
 def _written(combination: Combination) -> list[JaxprEqn]:
     """The equations of a combination; those of equal ones are traced once."""
-    members, reasons, unexplained = combination.members, [], []
-    for eqn in members:
-        node: Any = node_of(eqn)
-        reasons.append(node.reason)
-        unexplained.append(node.unexplained())
-    operands = [eqn.invars[0] for eqn in members]
-    exchanged = cost_model().rings and _is_exchanged(combination)
-    shapes = tuple([a.aval.shape for a in operands])
-    code = _code(tuple(unexplained), shapes, operands[0].aval.dtype, exchanged)
-    names = {v: Var(v.aval) for eqn in code.eqns for v in eqn.outvars}
-    names |= zip(code.invars, operands, strict=True)
-    names |= zip(code.outvars, (eqn.outvars[0] for eqn in members), strict=True)
-    found = []
-    for eqn in code.eqns:
-        step = reason_of(eqn)
-        number = int(step.detail)
-        reason, info = replace(reasons[number], values=step.values), members[number].source_info
-        made: dict[str, Any] = {"ctx": members[number].ctx}
-        if inner := node_of(eqn):
-            made["params"] = {**eqn.params, "node": replace(inner, reason=reason)}
-        info = info.replace(name_stack=info.name_stack.extend(reason.encoded()))
-        found.append(renamed(eqn, names, source_info=info, **made))
-    return found
+    members = combination.members
+    operands, results = [e.invars[0] for e in members], [e.outvars[0] for e in members]
+    nodes = tuple([eqn.params["node"].unexplained() for eqn in members])
+    shapes, dtype = tuple([a.aval.shape for a in operands]), operands[0].aval.dtype
+
+    def origin(inner: JaxprEqn) -> tuple[JaxprEqn, Reason]:
+        step = reason_of(inner)
+        member = members[int(step.detail)]
+        return member, replace(reason_of(member), values=step.values)
+
+    code = _code(nodes, shapes, dtype, cost_model().rings and _is_exchanged(combination))
+    return inlined(code, operands, results, origin)
 
 
 # ---------------------------------------------------------------- several collectives as one
@@ -227,51 +215,40 @@ def _written(combination: Combination) -> list[JaxprEqn]:
 @cached
 def _code(
     nodes: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], dtype: Any, by_exchange: bool
-) -> Jaxpr:
+) -> Code:
     """The code of nodes that are collectives and differ only in their operands and dims.
 
     The reason of an equation has the number of the member whose line it is on.
     """
-    types = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    with without_mesh():
-        traced = jax.make_jaxpr(lambda *values: _run_together(nodes, values, by_exchange))(*types)
-    assert not traced.consts
-    return traced.jaxpr
-
-
-def _run_together(
-    nodes: Sequence[Any], values: Sequence[jax.Array], by_exchange: bool
-) -> list[jax.Array]:
     reasons = [Reason("member", detail=str(number)) for number in range(len(nodes))]
-    rows = []
-    for reason, node, x in zip(reasons, nodes, values, strict=True):
-        with because(reason):
-            rows.append(_as_rows(node, x))
     node = replace(nodes[0], reason=replace(reasons[0], values=len(nodes)))
-    with because(node.reason):
-        packed = lax.concatenate(rows, rows[0].ndim - 1)
-        if by_exchange:
-            whole = _exchanged(node, packed)
-        elif isinstance(node, ReduceScatter):
-            whole = add_node(replace(node, dim=0), lax.reshape(packed, (packed.size,)))
-        elif isinstance(node, AllGather):
-            whole = add_node(replace(node, dim=0), packed)
-            whole = lax.reshape(whole, (whole.size // packed.size, packed.size))
-        else:
-            whole = add_node(node, packed)
-    results, start = [], 0
-    for reason, node, row, x in zip(reasons, nodes, rows, values, strict=True):
-        end = start + row.shape[-1]
-        with because(reason):
-            part = lax.slice_in_dim(whole, start, end, axis=-1)
-            results.append(_as_result(node, part, x.shape))
-        start = end
-    return results
 
+    def run(*values: jax.Array) -> list[jax.Array]:
+        rows = []
+        for reason, own, x in zip(reasons, nodes, values, strict=True):
+            with because(reason):
+                rows.append(_as_rows(own, x))
+        with because(node.reason):
+            packed = lax.concatenate(rows, rows[0].ndim - 1)
+            if by_exchange:
+                whole = _exchanged(node, packed)
+            elif isinstance(node, ReduceScatter):
+                whole = add_node(replace(node, dim=0), lax.reshape(packed, (packed.size,)))
+            elif isinstance(node, AllGather):
+                whole = add_node(replace(node, dim=0), packed)
+                whole = lax.reshape(whole, (whole.size // packed.size, packed.size))
+            else:
+                whole = add_node(node, packed)
+        results, start = [], 0
+        for reason, own, row, shape in zip(reasons, nodes, rows, shapes, strict=True):
+            end = start + row.shape[-1]
+            with because(reason):
+                part = lax.slice_in_dim(whole, start, end, axis=-1)
+                results.append(_as_result(own, part, shape))
+            start = end
+        return results
 
-def can_be_exchanged(node: CollectiveNode) -> bool:
-    """Whether a collective can be made of AllToAlls: they take groups of one size."""
-    return len(set(map(len, node.groups))) == 1
+    return Code.of(run, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
 
 
 def _exchanged(node: CollectiveNode, packed: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ lookup by the device's number happens once in a program or body.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from gshard._jax import Var, drop_unused
 from gshard.graph import Names, renamed, renaming
 from gshard.graph.reason import NO_REASON, Reason
 from gshard.graph.source import reason_of
-from gshard.moving.nodes import UNEXPLAINED, Node, Sizes, code_of, node_of
+from gshard.moving.nodes import UNEXPLAINED, Code, Node, Sizes, code_of, node_of
 from gshard.tensors.devices import lookup_p
 
 
@@ -64,33 +64,38 @@ def _inlined(eqn: JaxprEqn, node: Node, names: dict[Any, Any], sizes: Sizes) -> 
     dtypes = (array.dtype, *(number.dtype for number in device))
     axes = () if node.needs_device else sizes
     found = code_of(node.unexplained(), tuple(array.shape), dtypes, axes)
-    local = dict(zip(found.inputs, eqn.invars, strict=True))
-    for inner in found.eqns:
-        local |= {v: Var(v.aval) for v in inner.outvars}
-    (out,) = eqn.outvars
-    if found.result in found.inputs:
-        names[out] = local[found.result]
-    else:
-        local[found.result] = out
-    return [
-        renamed(inner, local, ctx=eqn.ctx, **_explained(eqn, node, inner)) for inner in found.eqns
-    ]
+    (result,), (out,) = found.results, eqn.outvars
+    if result in found.inputs:
+        names[out] = eqn.invars[found.inputs.index(result)]
+        return []
+    return inlined(found, eqn.invars, [out], lambda inner: (eqn, _reason(node, reason_of(inner))))
 
 
-def _explained(eqn: JaxprEqn, node: Node, inner: JaxprEqn) -> dict[str, Any]:
-    """What an equation of a node's code has of the node: its source line, and its reason."""
-    info, collective = eqn.source_info, node_of(inner)
-    if collective is not None:
-        made = replace(collective, reason=_reason(node, collective.reason))
-        return {"source_info": info, "params": {**inner.params, "node": made}}
-    step = reason_of(inner)
-    if step != NO_REASON:
-        info = info.replace(name_stack=info.name_stack.extend(_reason(node, step).encoded()))
-    return {"source_info": info}
+def inlined(
+    code: Code,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    origin: Callable[[JaxprEqn], tuple[JaxprEqn, Reason]],
+) -> list[JaxprEqn]:
+    """The equations of a code; `origin` says for which one of the plan each is, and why."""
+    names = {v: Var(v.aval) for inner in code.eqns for v in inner.outvars}
+    names |= zip((*code.inputs, *code.results), (*operands, *results), strict=True)
+    found = []
+    for inner in code.eqns:
+        (eqn, reason), node, params = origin(inner), node_of(inner), inner.params
+        info = eqn.source_info
+        if node is not None:
+            params = {**params, "node": replace(node, reason=reason)}
+        elif reason != NO_REASON:
+            info = info.replace(name_stack=info.name_stack.extend(reason.encoded()))
+        found.append(renamed(inner, names, ctx=eqn.ctx, source_info=info, params=params))
+    return found
 
 
 def _reason(node: Node, step: Reason) -> Reason:
     """The reason of a step of a node's code."""
+    if step == NO_REASON:
+        return step
     why = node.reason if step.kind == UNEXPLAINED.kind else replace(node.reason, kind=step.kind)
     return why.then(step.detail) if step.detail else why
 
