@@ -142,6 +142,8 @@ class Gap:
 
 def gap_between(got: Value, wanted: Value, tiling: Tiling, active: Any, dtype: Any) -> Gap:
     """What the active devices have, compared with the tiles of what it should be."""
+    if 0 in tiling.shape:  # results that are empty leave the devices whole
+        return Gap()
     manual, count = tiling.sharding.manual, tiling.count
     here, devices = (got, np.arange(count)) if manual else tiling.reduced(got)
     there = wanted if manual else tiling.cut(wanted)

@@ -161,6 +161,17 @@ def test_updates_of_one_row_that_end_in_zeros():
     assert report.exact
 
 
+def test_empty_results_whose_other_dim_is_split():
+    """XLA does not split empty arrays: the devices return all of them."""
+
+    def fn(a, x):
+        return a @ gshard.split(x, 0, D).T, gshard.split(x, 0, D).T @ a.T.reshape(16, 0)
+
+    args = np.zeros((0, 6), np.float32), random_array((16, 6))
+    report = gshard.check(fn, *args, devices=D)
+    assert report.exact, report
+
+
 def check_random(case, dtype):
     devices, shapes, inputs, steps = case
 

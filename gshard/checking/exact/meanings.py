@@ -16,7 +16,7 @@ from jax.extend.core.primitives import scatter_p
 from gshard._jax import ragged_dot_dense, without_mesh
 from gshard.checking.exact.number import is_float
 from gshard.checking.on_host import signature
-from gshard.graph.windows import convolution, window_places, window_sum
+from gshard.graph.windows import convolution, fourier, window_places, window_sum
 
 Params = dict[str, Any]
 Operator = Callable[..., Any]
@@ -72,6 +72,18 @@ def _reduce_window(q: Params, *xs: jax.Array) -> Sequence[jax.Array]:
     return _reduce({**q, "dimensions": (0,)}, *windows, *starts, there=there)
 
 
+def _fourier(q: Params, x: jax.Array) -> jax.Array:
+    """Transforms of one dim after the other, each a product with the transforms of unit vectors."""
+    if len(q["fft_lengths"]) > 1:
+        return fourier(q, x)
+    kind, units = lax.FftType(q["fft_type"]), np.eye(x.shape[-1])
+    transform: Operator = getattr(np.fft, kind.name.lower())
+    if kind is lax.FftType.IRFFT:  # linear in the parts of complex numbers
+        pairs = ((lax.real(x), units), (lax.imag(x), units * 1j))
+        return sum(part @ jnp.asarray(transform(u, *q["fft_lengths"])) for part, u in pairs)
+    return x @ jnp.asarray(transform(units, *q["fft_lengths"]))
+
+
 def _power(q: Params, x: jax.Array) -> jax.Array:
     """By squares, as JAX does it."""
     y, found = abs(q["y"]), jnp.ones_like(x)
@@ -111,6 +123,7 @@ MEANINGS: dict[str, Operator] = {
     "select_and_scatter_add": _select_and_scatter_add,
     "select_and_gather_add": _select_and_gather_add,
     "ragged_dot_general": lambda q, *xs: ragged_dot_dense(*xs, **q),
+    "fft": _fourier,
     "cumprod": _cumulative(lax.mul),
     "cummax": _cumulative(lax.max),
     "cummin": _cumulative(lax.min),

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import JaxprEqn
 
 from gshard.checking import on_host
@@ -75,7 +74,7 @@ def _local(
         return on_host.on_each(eqn, operands, active)
     if name in _CALLBACKS:
         return [_hash_of_all(eqn, operands, n, ()) for n in range(len(eqn.outvars))]
-    if eqn.primitive in _SOLVERS:
+    if eqn.primitive in _SOLVERS or name == "random_gamma":
         return _solved(eqn, operands)
     if name in ON_ELEMENTS and of_floats:
         return [opaque(eqn, *wide)]
@@ -103,8 +102,9 @@ def _doubtful(made: Value, number: int, eqn: JaxprEqn) -> Value:
 
 
 def _solved(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
-    """Unknown functions of a matrix, for each of a batch."""
-    batch = tuple(range(1, operands[0].ndim - 2))
+    """Unknown functions of a matrix, or of a key and what is drawn by it, for each of a batch."""
+    inside = 2 if eqn.primitive in _SOLVERS else 0
+    batch = tuple(range(1, 1 + eqn.invars[0].aval.ndim - inside))
     return [
         replace(_hash_of_all(eqn, operands, n, batch), f=made.f)
         if isinstance(made, Exact)
@@ -146,22 +146,6 @@ def _hashes(shape: Sequence[int], *of: Any, more: Any = ()) -> Exact:
     numbers = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
     r, e = (field.hashed(field.key_of(*of, part), numbers, *more) for part in range(2))
     return Exact(np.zeros(r.shape, np.complex128), r, e)
-
-
-def _fourier(eqn: JaxprEqn, a: Exact) -> Exact:
-    """A Fourier transform: a linear function, with a matrix of hashes for each dim."""
-    lengths, last = eqn.params["fft_lengths"], a.ndim - 1
-    kind, made = lax.FftType(eqn.params["fft_type"]).name, converted(a, np.dtype(np.complex128))
-    for number, dim in enumerate(range(a.ndim - len(lengths), a.ndim)):
-        # Only the last dim is of real numbers: the others are transforms like any other.
-        key = kind if dim == last else kind.replace("RFFT", "FFT")
-        size = (made.shape[dim], eqn.outvars[0].aval.shape[dim - 1])
-        rows = reshaped(made, [d for d in range(a.ndim) if d != dim] + [dim])
-        parts = times(field.matmul, rows, _hashes(size, "fft", key, lengths[number]))
-        parts = {k: np.moveaxis(x, -1, dim) for k, x in parts.items()}
-        made = Exact(np.zeros(parts["r"].shape, np.complex128), **parts)
-    f = plain(_run(eqn, [a])[0])
-    return exact(f, a, r=made.r, e=made.e if f.dtype.kind == "c" else None)
 
 
 def _solve(eqn: JaxprEqn, *of: Exact) -> Exact:
@@ -290,7 +274,7 @@ def _dot_general(eqn: JaxprEqn, a: Value, b: Value) -> Value:
 _ON_ELEMENTS = {*ON_ELEMENTS, "add_any", "bitcast_convert_type"}
 _OF_ANY = {**pointwise.OF_ANY, **moving.OF_ANY}
 _OF_FLOATS: dict[str, Callable[..., Any]] = {
-    **pointwise.OF_FLOATS, **moving.OF_FLOATS, "cumsum": _cumsum, "fft": _fourier,
+    **pointwise.OF_FLOATS, **moving.OF_FLOATS, "cumsum": _cumsum,
     **dict.fromkeys(
         ("reduce_sum", "leaf_sum", "tree_sum"), lambda eqn, a: narrowed(eqn, summed(a, _axes(eqn)))
     ),

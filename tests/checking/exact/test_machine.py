@@ -9,7 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from gshard.checking.audit import EXACT
 from gshard.checking.exact import field
-from gshard.checking.exact.number import Exact, constant, of_array, plain
+from gshard.checking.exact.number import EXACT_SUM, Exact, constant, of_array, plain
 from gshard.checking.lockstep import Lockstep, ended
 
 D = 4
@@ -112,6 +112,44 @@ def test_as_jax(case):
             if isinstance(got, Exact):
                 residues = got.one[d if len(got.r) > 1 else 0]
                 np.testing.assert_array_equal(residues, constant(right).one[0])
+
+
+TRANSFORMS = {
+    "of complex numbers": lambda z: jnp.fft.fft2(z),
+    "and back": lambda z: jnp.fft.ifft(z, axis=0),
+    "of real numbers": lambda z: jnp.fft.rfftn(z.real),
+    "to real numbers": lambda z: jnp.fft.irfft2(z),
+    "cut off": lambda z: (jnp.fft.irfft(z, 5), jnp.fft.rfft(z.imag, 7)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name):
+    """Sums of products, as of any linear function: their floats are the transforms."""
+    z = (X[:, 0] + 1j * X[:, 1]).astype(np.complex64)
+    closed, found = run(TRANSFORMS[name], z)
+    for d in range(D):
+        for got, right in zip(found, jaxpr_as_fun(closed)(z[d]), strict=True):
+            np.testing.assert_allclose(got.f[d], right, rtol=1e-4, atol=1e-5)
+            assert got.is_complex == jnp.iscomplexobj(right)
+
+
+def test_draws_of_a_distribution_that_nothing_is_known_of():
+    """They are functions of a key, and of all that is drawn by it, in its place."""
+
+    def fn(keys, x):
+        own = jax.vmap(jax.random.gamma)(keys, x)
+        together = jax.random.gamma(keys[0], x)
+        return own, own[::-1], jax.vmap(jax.random.gamma)(keys[::-1], x[::-1]), together, together[:1]
+
+    keys, x = jax.random.split(jax.random.key(3), 3), np.array([1.5, 2.5, 1.5], np.float32)
+    closed = jax.make_jaxpr(fn)(keys, x)
+    given = [np.asarray(jax.random.key_data(keys))[None], of_array(x[None])]
+    with np.errstate(all="ignore"):
+        own, turned, other, together, first = ended(Lockstep({"a": D}, EXACT).run(closed, given))
+    np.testing.assert_array_equal(turned.r, other.r)
+    assert len({*own.r.ravel(), *together.r.ravel()}) == 6
+    assert own.sum_bits == together.sum_bits == first.sum_bits == EXACT_SUM
 
 
 SYSTEMS = {
