@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +31,8 @@ class UnevenSharding(jax.sharding.Sharding):  # type: ignore[misc]  # of JAX's C
     """The sharding of an `UnevenArray`, split by `tiling`, which no sharding of JAX can express.
 
     JAX passes such an array to other programs `gathered`, and makes arrays like it
-    (`jnp.zeros_like`) replicated. So the properties that JAX reads describe a replicated array.
+    (`jnp.zeros_like`) replicated. So what JAX reads is that of a replicated array;
+    `tiling.local_shape` has the shape of a tile.
     """
 
     def __init__(self, mesh: Mesh, tiling: Sharding):
@@ -41,30 +42,10 @@ class UnevenSharding(jax.sharding.Sharding):  # type: ignore[misc]  # of JAX's C
         self.gathered = NamedSharding(mesh, PartitionSpec())
 
     is_fully_replicated = False
-    num_devices = property(lambda self: self.gathered.num_devices)
-    device_set = property(lambda self: self.gathered.device_set)
-    memory_kind = property(lambda self: self.gathered.memory_kind)
-    is_fully_addressable = property(lambda self: self.gathered.is_fully_addressable)
-    _device_assignment = property(lambda self: self.gathered._device_assignment)
-    _internal_device_list = property(lambda self: self.gathered._internal_device_list)
-
-    def _to_xla_hlo_sharding(self, num_dimensions: int) -> Any:
-        return self.gathered._to_xla_hlo_sharding(num_dimensions)
-
-    def _to_sdy_sharding(self, num_dimensions: int, *more: Any) -> Any:
-        return self.gathered._to_sdy_sharding(num_dimensions, *more)
 
     def with_memory_kind(self, kind: str) -> Any:
         """Not supported: the tiles are in the devices' default memory."""
         raise NotImplementedError(f"an UnevenArray is in its devices' own memory, not in {kind!r}")
-
-    def devices_indices_map(self, global_shape: tuple[int, ...]) -> Mapping[Any, Any]:
-        """What each device holds of the gathered array."""
-        return self.gathered.devices_indices_map(global_shape)
-
-    def shard_shape(self, global_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the gathered array; `tiling.local_shape` has that of a tile."""
-        return self.gathered.shard_shape(global_shape)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, UnevenSharding):
@@ -94,7 +75,6 @@ class UnevenArray(jax.Array):
         self._shape = shape
 
     shape = property(lambda self: self._shape)
-    dtype = property(lambda self: self.stack.dtype)
     ndim = property(lambda self: len(self._shape))
     size = property(lambda self: math.prod(self._shape))
     nbytes = property(lambda self: self.size * self.dtype.itemsize)
@@ -117,21 +97,7 @@ class UnevenArray(jax.Array):
         return UnevenSharding(self.mesh, self.tiling)
 
     device = sharding
-    is_fully_addressable = property(lambda self: self.stack.is_fully_addressable)
     format = property(lambda self: Format(self.stack.format.layout, self.sharding))
-
-    # Libraries that save arrays by shards expect shards of equal shape.
-    addressable_shards = property(lambda self: self.gathered().addressable_shards)
-    global_shards = property(lambda self: self.gathered().global_shards)
-
-    def devices(self) -> set[jax.Device]:
-        """The devices that hold its tiles."""
-        return self.stack.devices()
-
-    # Results of Any are `jax.Array`s: since JAX 0.12 they are declared to be of the array's class.
-    def addressable_data(self, index: int) -> Any:
-        """The logical value on one of the devices, gathered."""
-        return self.gathered().addressable_data(index)
 
     def logical(self) -> jax.Array:
         """The value as an ordinary array, replicated on all devices."""
@@ -159,18 +125,6 @@ class UnevenArray(jax.Array):
         """Wait until the value is there."""
         self.stack.block_until_ready()
         return self
-
-    def copy_to_host_async(self) -> None:
-        """Begin to copy it to the host."""
-        self.stack.copy_to_host_async()
-
-    def delete(self) -> None:
-        """Free its memory."""
-        self.stack.delete()
-
-    def is_deleted(self) -> bool:
-        """Whether its memory was freed, as by donation."""
-        return self.stack.is_deleted()
 
     def copy(self) -> UnevenArray:
         """Another array with the same value and tiling."""
@@ -206,19 +160,10 @@ class UnevenArray(jax.Array):
             raise AttributeError(name)
         return getattr(self.gathered(), name)
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.gathered()[index]
-
     def __len__(self) -> int:
         if not self._shape:
             raise TypeError("len() of unsized object")
         return self._shape[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.gathered())
-
-    def __reversed__(self) -> Iterator[Any]:
-        return reversed(self.gathered())
 
     def __repr__(self) -> str:
         if not self.is_fully_addressable:
@@ -242,6 +187,28 @@ class UnevenArray(jax.Array):
 
 class GatheredWarning(UserWarning):
     """An operation outside of `gshard.jit` replicated an `UnevenArray`."""
+
+
+def _delegate(cls: type, to: Callable[[Any], Any], *names: str) -> None:
+    """Attributes and methods of a class that are those of `to(self)`."""
+    for name in names:
+        setattr(cls, name, property(lambda self, name=name: getattr(to(self), name)))
+
+
+_delegate(
+    UnevenSharding, lambda self: self.gathered, "num_devices", "device_set", "memory_kind",
+    "is_fully_addressable", "devices_indices_map", "shard_shape", "_device_assignment",
+    "_internal_device_list", "_to_xla_hlo_sharding", "_to_sdy_sharding",
+)  # fmt: skip
+_delegate(
+    UnevenArray, lambda self: self.stack, "dtype", "is_fully_addressable", "devices",
+    "copy_to_host_async", "delete", "is_deleted",
+)  # fmt: skip
+# Libraries that save arrays by shards expect shards of equal shape.
+_delegate(
+    UnevenArray, lambda self: self.gathered(), "addressable_shards", "global_shards",
+    "addressable_data", "__getitem__", "__iter__", "__reversed__",
+)  # fmt: skip
 
 
 def _on_tiles(name: str) -> Callable[..., Any]:
