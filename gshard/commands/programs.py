@@ -101,7 +101,7 @@ def _show(explanation: Explanation) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from gshard.explanation.text import fix_lines, text
+    from gshard.explanation.explained import fix_lines, text
 
     if explanation.is_default:
         name = explanation.forecast.hardware.name

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from gshard.explanation.findings import EXPLAINED, QUICK, Findings
+from gshard.explanation.costs import LineCost
+from gshard.explanation.findings import EXPLAINED, LINES, QUICK, Findings
 from gshard.explanation.page import page
-from gshard.explanation.text import fix_lines, text
 from gshard.forecast import Forecast
 from gshard.forecast.report import per_second
-from gshard.graph.readable import duration, size, table
+from gshard.graph.readable import counted, duration, size, table
 from gshard.pages.template import have_pages
 
 
@@ -68,3 +68,52 @@ class Explanation(Findings):
         return heading + (
             table(("line", "sent", "time", "collectives", "why"), rows) if rows else ""
         )
+
+
+def text(findings: Findings) -> list[str]:
+    """All but the changes of annotations, which take time to try."""
+    subject = findings.subject
+    lines = [findings.about, findings.bounds, findings.sentence]
+    if findings.lines:
+        lines += ["", "by kind", *_totals(findings.kinds)]
+        lines += ["", "by line", *_totals(findings.lines, kinds=True)]
+        lines += ["", "why", *_reasons(findings)]
+    if subject.conflicts:
+        lines += ["", "conflicting splits of the same tensors"]
+        lines += [f"  {conflict}" for conflict in findings.conflicts]
+    if findings.replicated:
+        lines += ["", "large values that are replicated"]
+        lines += [f"  {size(held):>9}  {what}" for what, held in findings.replicated]
+    return lines
+
+
+def fix_lines(findings: Findings) -> list[str]:
+    """The changes of one annotation that send less, each tried."""
+    found = findings.search()
+    lines = ["what would remove it", *(f"  {fix}" for fix in found.fixes[:3])]
+    if found.tried < found.candidates:
+        left = counted(found.candidates - found.tried, "change")
+        lines.append(f"  {left} not tried yet: explain(seconds=...) or --budget give time")
+    if not found.fixes and found.tried:
+        lines.append(f"  none of the {found.tried:,} changes of one annotation saves 1% of them")
+    return lines
+
+
+def _totals(costs: Sequence[LineCost], kinds: bool = False) -> Iterator[str]:
+    for cost in costs[:LINES]:
+        more = f"  {cost.kinds}" if kinds else ""
+        yield (
+            f"  {size(cost.sent):>9}  x {cost.runs:<5}  {cost.shown_seconds:>9}  {cost.name}{more}"
+        )
+    if len(costs) > LINES:
+        yield f"  and {len(costs) - LINES} more"
+
+
+def _reasons(findings: Findings) -> Iterator[str]:
+    """For the costliest lines: which splits meet there, and who asked for them."""
+    for cost in findings.lines[:EXPLAINED]:
+        yield f"  {cost.name}: {cost.values[0].kind} of {size(cost.values[0].total_bytes)}"
+        yield f"    {findings.why(cost)}"
+    for name, links in findings.chains.items():
+        shown = links if len(links) <= 5 else [*links[:2], "...", *links[-2:]]
+        yield f"  {name}: {' -> '.join(shown)}"

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gshard.explanation.costs import ROUNDING, LineCost, bounds, by_kind, by_line, counts, headline
 from gshard.explanation.fixes import FixSearch, Progress, search
-from gshard.explanation.names import LocalNames, Names
+from gshard.explanation.names import LocalNames, Names, shape
 from gshard.explanation.subject import Subject
 from gshard.explanation.why import Why
 from gshard.forecast import Forecast
 from gshard.graph.readable import duration, size
+from gshard.graph.source import source_of
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import byte_size
 
 EXPLAINED = 6  # lines that are explained, the costliest first
+LINES = 12  # of each list of a text: the largest first
+_LARGE = 0.02  # a replicated value is named if it takes this share of the arguments
 QUICK = 1500  # equations up to which changes of annotations are tried without being asked
 
 
@@ -116,3 +124,55 @@ class Findings:
                 if len(o.links) > 2 and key not in found:
                     found[key] = [str(link) for link in o.links]
         return found
+
+    @property
+    def conflicts(self) -> list[str]:
+        """What was decided about conflicting splits, in the names of annotated tensors."""
+        named: dict[tuple[str, str], dict[str, None]] = {}
+        for eqn in self.subject.annotations:
+            var = eqn.outvars[0]
+            named.setdefault((shape(var), f" ({source_of(eqn)})"), {}).setdefault(
+                self.names.value(var)
+            )
+        found = "\n".join(map(str, self.subject.conflicts))
+        for (known, place), (first, *others) in named.items():
+            more = f" and {len(others)} more" if others else ""
+            found = found.replace(f"of {known}{place}", f"of {first}{more}{place}")
+        return list(dict.fromkeys(found.splitlines()))
+
+    @functools.cached_property
+    def replicated(self) -> list[tuple[str, int]]:
+        """Large arguments and results of operators that every device has all of, and their
+        bytes."""
+        subject = self.subject
+        if subject.num_devices == 1:
+            return []
+        total = sum(_local_bytes(subject, v) for v in subject.flat.jaxpr.invars) or 1
+        arguments = dict.fromkeys(subject.flat.jaxpr.invars, "an argument")
+        made = {v: source_of(e) for e in subject.equations for v in e.outvars}
+        found: dict[str, int] = {}
+        for var, where in {**arguments, **made}.items():
+            sharding = subject.sharding(var)
+            if sharding is not None and sharding.is_replicated and not sharding.manual:
+                here = _local_bytes(subject, var)
+                if here >= max(_LARGE * total, 2**16):
+                    what = f"{self.names.name(var)} {shape(var)}".lstrip() + f"  {where}"
+                    found[what] = max(here, found.get(what, 0))
+        return sorted(found.items(), key=lambda item: -item[1])[:LINES]
+
+
+def describe(sharding: Sharding, dims: Sequence[str] = ()) -> str:
+    """A sharding in words, with names for the dims where the code has some."""
+    parts = [
+        f"{name or f'dim {d}'} by {s.tiles}"
+        for (d, s), name in itertools.zip_longest(enumerate(sharding.splits), dims)
+        if s
+    ]
+    return "split: " + ", ".join(parts) if parts else "replicated"
+
+
+def _local_bytes(subject: Subject, var: Any) -> int:
+    sharding = subject.sharding(var)
+    if sharding is None or not hasattr(var.aval, "shape"):
+        return 0
+    return byte_size(sharding.local_shape(var.aval.shape), var.aval.dtype)

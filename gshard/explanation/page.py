@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from gshard.explanation.costs import ROUNDING, LineCost, counts
-from gshard.explanation.findings import EXPLAINED, Findings
+from gshard.explanation.findings import EXPLAINED, Findings, describe
 from gshard.explanation.names import LocalNames, einsums_of, shape
-from gshard.explanation.text import conflicts, describe, replicated
 from gshard.explanation.why import near
 from gshard.forecast import Forecast
 from gshard.forecast.report import by_function, time_bars
@@ -55,8 +54,8 @@ def page(findings: Findings, growth: Mapping[int, Forecast] | None = None) -> st
         **_memory(findings),
         **_times(forecast, growth),
         chains=findings.chains,
-        conflicts=conflicts(findings),
-        replicated=[(what, size(held)) for what, held in replicated(findings)],
+        conflicts=findings.conflicts,
+        replicated=[(what, size(held)) for what, held in findings.replicated],
         foot=_foot(forecast),
     )
 
