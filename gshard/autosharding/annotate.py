@@ -33,8 +33,6 @@ from gshard.autosharding.layout.annotations import (
     groups,
 )
 from gshard.capture.inside import TensorSite
-from gshard.graph.regions import loop_bodies, walk
-from gshard.propagation.flow import Edge
 from gshard.tensors.sharding import Sharding
 
 # How much slower than the fastest layout one with fewer annotations, or mesh axes, may be, and by
@@ -73,22 +71,13 @@ class AnnotationSearch:
         return self._layout({})
 
     def everything(self) -> Layout:
-        """The layout from which propagation finds all of the answer: where it deviates, arguments
-        are annotated, results of operators that are not pointwise, and of pointwise ones that move
-        an operand or read the results of loops, which cannot be annotated themselves."""
-        loops = (eqn for eqn in walk(self.evaluator.subject.flat.jaxpr) if loop_bodies(eqn))
-        stacked = {var for eqn in loops for var in eqn.outvars}
-        deciding = {*self.evaluator.subject.flat.jaxpr.invars}
-        for edge in self.evaluator.operators:
-            reads = {atom for atom in edge.atoms[0] if not isinstance(atom, Literal)}
-            if edge.level or not stacked.isdisjoint(reads) or self._moves(edge):
-                deciding.add(edge.atoms[1][0])
+        """The layout from which propagation finds all of the answer: every tensor is annotated at
+        which it deviates."""
         chosen: dict[SpecGroup, float] = {}
         for _ in range(2):  # annotations of the first round may make propagation deviate elsewhere
             found = self.evaluator.propagated(self._fixed(chosen))
             for unit in self._units:
-                wanted = (var for var in unit.variables if var in deciding)
-                if any(found.get(var) != self.choice.sharding(var) for var in wanted):
+                if any(found.get(var) != self.choice.sharding(var) for var in unit.variables):
                     chosen[unit] = 0.0
         return self._layout(chosen)
 
@@ -155,17 +144,6 @@ class AnnotationSearch:
         """The shardings of some units, and those of the base."""
         chosen = {var: self.choice.sharding(var) for unit in units for var in unit.variables}
         return {**self._base, **chosen}
-
-    def _moves(self, edge: Edge) -> bool:
-        """Whether the answer sends an operand of a pointwise operator elsewhere."""
-        (result, *_), (made, *_) = edge.atoms[1], edge.factors.results
-        to = self.choice.spec(result)
-        for atom, dims in zip(edge.atoms[0], edge.factors.operands, strict=True):
-            here = None if isinstance(atom, Literal) or to is None else self.choice.spec(atom)
-            for own, at in zip(here or (), to or (), strict=False):
-                if own != NONE and (at == NONE or not set(dims[own]) & set(made[at])):
-                    return True
-        return False
 
     def _chosen(self, clock: Clock) -> dict[SpecGroup, float] | None:
         """Units with which propagation finds nearly all of the answer, and what each saves.

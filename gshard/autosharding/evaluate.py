@@ -35,7 +35,6 @@ from gshard.graph.readable import counted
 from gshard.graph.regions import walk
 from gshard.jit import jit
 from gshard.moving.costs import use_cost_model
-from gshard.propagation.flow import Edge
 from gshard.propagation.propagate import propagate
 from gshard.tensors.sharding import Sharding
 
@@ -96,11 +95,6 @@ class Evaluator:
     def places(self) -> dict[Any, tuple[TensorSite, int]]:
         """The place of every tensor that the program makes, and its number there."""
         return places(self.subject.flat)
-
-    @functools.cached_property
-    def operators(self) -> list[Edge]:
-        """The operators of the program, with their factors."""
-        return [e for e in self.subject.flow.edges if e.eqn is not None and e.atoms[1]]
 
     def evaluate(
         self,
