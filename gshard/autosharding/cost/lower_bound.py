@@ -5,8 +5,6 @@ be left of it is charged, and only arguments are known to hold memory.
 
 - Operators that need a tensor in the same form share one move, and a form may be made from another
   one on the way. Whatever a program shares, it pays for the most expensive move of a tensor.
-- A transposed value is moved before or after it is transposed: its readers are readers of the value
-  that it is a view of.
 - A value may be moved along several mesh axes with one collective or with one after the other, in
   any order. Small collectives can be combined: their latencies are left out.
 """
@@ -22,7 +20,6 @@ from typing import Any
 
 import numpy as np
 from jax.extend.core import Literal
-from jax.extend.core import primitives as p
 
 from gshard.autosharding.cost import (
     NONE,
@@ -83,20 +80,28 @@ class LowerBoundRates(Rates):
         kept = tuple(a for a in every if spec[a] == NONE)
         left = size / math.prod(self.mesh[a] for a in every if a not in kept)
         kind = "all_reduce" if kept == every else "reduce_scatter"
-        sent = size * self._per_byte("reduce_scatter", every)
-        sent += left * self._per_byte("reduce_scatter", kept)
-        return sent + float(self._min_latency(kind, every, np.array(size), partial.share))
+        seconds = self._least(kind, every, np.array(size), partial.share)
+        return float(seconds + self._least("all_gather", kept, np.array(left), 0.0))
 
-    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
-    def _per_byte(self, kind: str, axes: Axes) -> float:
-        """The fewest seconds per byte along some axes, in any number of steps. A ReduceScatter
-        leaves a part to the next one (and an AllGather costs as much per byte of its result)."""
+    def _least(self, kind: str, axes: Axes, sizes: Floats, share: float = 1.0) -> Floats:
+        """The least seconds to move something along some axes, in any number of steps; without the
+        latencies of those that may be combined with others.
+
+        `sizes` are of the largest step: of the operand, or of what is gathered, of which a `share`
+        is sent. A ReduceScatter leaves a part to the next step, and so does, in the reverse order,
+        an AllGather, which costs as much per byte of its result.
+        """
+        if not axes:
+            return np.zeros(sizes.shape)
+        exchanged = kind == "all_to_all"
+        apart = (share * sizes > (0.0 if exchanged else self.largest)) & math.isfinite(self.largest)
         found = []
         for step in _parts(axes):
-            later = self._per_byte(kind, _without(axes, step))
-            parts = math.prod(self.mesh[a] for a in step) if kind == "reduce_scatter" else 1
-            found.append(self.terms(kind, step, _LARGE)[1] + later / parts)
-        return min(found, default=0.0)
+            left = sizes if exchanged else sizes / math.prod(self.mesh[a] for a in step)
+            later = self._least(kind, tuple(a for a in axes if a not in step), left, share)
+            _, per_byte = self.terms(kind if exchanged else "reduce_scatter", step, _LARGE)
+            found.append(self.terms(kind, step, 1)[0] * apart + per_byte * sizes + later)
+        return np.min(found, axis=0)
 
     def _exchanges(self, source: Floats, target: Floats, moved: Bools, held: Floats) -> Floats:
         """Moves of axes from dim to dim: those between the same dims may be one, and all of them
@@ -108,9 +113,7 @@ class LowerBoundRates(Rates):
             alike &= target == target[..., first : first + 1]
             inside = np.isin(np.arange(len(self.mesh)), axes)
             together = (alike == inside).all(-1)
-            seconds = held * self._per_byte("all_to_all", axes)
-            seconds = seconds + self._min_latency("all_to_all", axes, held)
-            total += np.where(together, seconds, 0.0)
+            total += np.where(together, self._least("all_to_all", axes, held), 0.0)
             count += together * len(axes)
         slope, latency = self._permuting
         return np.where(count > 1, np.minimum(total, held * slope + latency), total)
@@ -121,27 +124,8 @@ class LowerBoundRates(Rates):
         for axes in self._subsets():
             chosen = (gathered == np.isin(np.arange(len(self.mesh)), axes)).all(-1)
             result = held * math.prod(self.mesh[a] for a in axes)
-            seconds = result * self._per_byte("reduce_scatter", axes)
-            seconds = seconds + self._min_latency("all_gather", axes, result)
-            total += np.where(chosen, seconds, 0.0)
+            total += np.where(chosen, self._least("all_gather", axes, result), 0.0)
         return total
-
-    def _min_latency(self, kind: str, axes: Axes, sizes: Floats, share: float = 1.0) -> Floats:
-        """The least latencies of what moves along some axes, in any number of steps, without those
-        that may be combined with others.
-
-        `sizes` are of the largest step: of the operand, or of what is gathered; a `share` is sent.
-        """
-        if not axes:
-            return np.zeros(sizes.shape)
-        exchanged = kind == "all_to_all"
-        apart = (share * sizes > (0.0 if exchanged else self.largest)) & math.isfinite(self.largest)
-        found = []
-        for step in _parts(axes):
-            left = sizes if exchanged else sizes / math.prod(self.mesh[a] for a in step)
-            later = self._min_latency(kind, _without(axes, step), left, share)
-            found.append(self.terms(kind, step, 1)[0] * apart + later)
-        return np.min(found, axis=0)
 
     def _subsets(self) -> Iterator[Axes]:
         """All sets of axes with several devices, but the empty one."""
@@ -166,10 +150,6 @@ def _parts(axes: Sequence[int]) -> Iterator[Axes]:
     """The sets of some of these axes, but the empty one."""
     for count in range(1, len(axes) + 1):
         yield from itertools.combinations(axes, count)
-
-
-def _without(axes: Axes, part: Axes) -> Axes:
-    return tuple(a for a in axes if a not in part)
 
 
 class LowerBoundPrices(OperatorPrices):
@@ -202,14 +182,6 @@ class LowerBoundPrices(OperatorPrices):
         """Nothing."""
         return 0.0
 
-    def into_result(
-        self, made: Sequence[Spec], partial: Sequence[Axes], atom: Any, share: float
-    ) -> Floats:
-        """Seconds to reduce a tensor; the few bytes of a scalar are left out."""
-        if atom.aval.shape:
-            return super().into_result(made, partial, atom, share)
-        return np.zeros((len(made), 1))
-
 
 class LowerBoundBuilder(ModelBuilder):
     """The problem whose least cost is a lower bound of the forecasts of all layouts over a mesh,
@@ -222,14 +194,6 @@ class LowerBoundBuilder(ModelBuilder):
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self.reads: dict[Any, list[tuple[int, Floats]]] = defaultdict(list)  # readers, their moves
-        # For a transposed value the value itself, and which of its dims each dim is.
-        self.sources: dict[Any, tuple[Any, tuple[int, ...]]] = {}
-        for edge in self.flow.edges:
-            if edge.eqn is not None and is_transpose(edge):
-                (operand,), (result,) = edge.atoms
-                source, dims = self.source(operand)
-                order = edge.eqn.params["permutation"]
-                self.sources[result] = source, tuple(dims[d] for d in order)
         self.smaller: dict[Any, float] = {}  # share of an unreduced value that is reduced
         for edge in reversed(self.flow.edges):
             for atom in edge.atoms[0]:
@@ -244,20 +208,6 @@ class LowerBoundBuilder(ModelBuilder):
         size, after = (max(v.aval.size, 1) for v in (var, result))
         left = min(1.0, after / size) * self.smaller.get(result, 1.0)
         self.smaller[var] = min(left, self.smaller.get(var, 1.0))
-
-    def source(self, var: Any) -> tuple[Any, tuple[int, ...]]:
-        """The value that a transposed one is a view of, and which of its dims each dim is."""
-        return self.sources.get(var, (var, tuple(range(len(var.aval.shape)))))
-
-    def columns(self, var: Any) -> Ints:
-        """For each spec of the source of a value, the number of the value's own spec."""
-        source, dims = self.source(var)
-        position = {
-            tuple(at if at == NONE else dims[at] for at in spec): number
-            for number, spec in enumerate(specs_of(var.aval.shape, self.mesh))
-        }
-        specs = specs_of(source.aval.shape, self.mesh)
-        return np.array([position[spec] for spec in specs], dtype=np.int64)
 
     def add_argument(self, var: Any) -> None:
         """An argument costs nothing by itself."""
@@ -280,14 +230,12 @@ class LowerBoundBuilder(ModelBuilder):
         return [(self.nodes[var], 0, length, size) for var, size in sizes.items()]
 
     def add_operand(self, edge: Edge, number: int, reader: int, table: Floats) -> None:
-        """A read; who reads a transposed value counts, in place of the transpose."""
-        if not is_transpose(edge):
-            self.add_read(edge.atoms[0][number], reader, table)
+        """A read; there are no copies."""
+        self.add_read(edge.atoms[0][number], reader, table)
 
     def add_read(self, var: Any, reader: int, table: Floats) -> None:
         """A node that reads a tensor: all of them pay together for the most expensive move."""
-        source, _ = self.source(var)
-        self.reads[source].append((reader, table[:, self.columns(var)]))
+        self.reads[var].append((reader, table))
 
     def finish(self) -> None:
         """Add the moves of all tensors, when all readers are known: those of a tensor with several
@@ -307,12 +255,6 @@ class LowerBoundBuilder(ModelBuilder):
                     tensor = len(self.costs)
                     self.costs.append(level)
             self.edges += [(reader, tensor, table) for reader, table in reads]
-
-
-def is_transpose(edge: Edge) -> bool:
-    """Whether an operator makes another view of its operand."""
-    literal = isinstance(edge.atoms[0][0], Literal) if edge.atoms[0] else True
-    return edge.eqn is not None and edge.eqn.primitive is p.transpose_p and not literal
 
 
 def _levels(tables: list[Floats]) -> tuple[Ints, Floats]:

@@ -250,7 +250,7 @@ class OperatorPrices:
             made = [self.spec(s, dims) for s in strategies]
             table = None
             if hasattr(atom.aval, "shape"):
-                table = self.into_result(made, partial, atom, share)
+                table = self._into_result(made, partial, atom, share)
                 if not atom.aval.shape:  # it has no node, so that the strategy pays for its sum
                     costs, table = costs + table[:, 0], None
                 else:
@@ -344,7 +344,7 @@ class OperatorPrices:
         never = np.full(len(position), FORBIDDEN)
         return np.array([moved[:, position[m]] if m in position else never for m in made])
 
-    def into_result(
+    def _into_result(
         self, made: Sequence[Spec], partial: Sequence[Axes], atom: Any, share: float
     ) -> Floats:
         """Seconds to reduce what each strategy makes to each of a tensor's specs."""

@@ -14,7 +14,6 @@ from gshard.autosharding.cost.lower_bound import (
     LowerBoundBuilder,
 )
 from gshard.autosharding.solver.problem import FORBIDDEN
-from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import hardware
 from tests.autosharding.test_bound import bound_of, struct
 
@@ -78,19 +77,6 @@ def test_arithmetic_of_random_bits_counts():
     best = min(forecast(lambda k, x, d=d: gshard.split(fn(k, x), d, 8), *args) for d in (0, 1))
     written = 65_536 * 1024 / 8 / (MACHINE.memory_bandwidth * MACHINE.efficiency.memory)
     assert 2 * written < 0.8 * best < bound_of(fn, args) <= best
-
-
-def test_transposed_values_have_the_readers_of_their_source():
-    def fn(x):
-        return jnp.transpose(jnp.transpose(x * 2, (1, 2, 0)), (2, 1, 0)) + 1
-
-    flat = jax.make_jaxpr(fn)(struct(8, 16, 24))
-    first, _, second, _ = (eqn.outvars[0] for eqn in flat.eqns)
-    subject = TracedProgram(fn, (), 8, flat, [], 0, [], [])
-    builder = LowerBoundBuilder(subject, (8,), hardware("h100"), 1e9)
-    assert builder.source(second) == (first, (0, 2, 1))
-    # Specs of both are: none, dim 0, dim 1, dim 2.
-    assert builder.columns(second).tolist() == [0, 1, 3, 2]
 
 
 def least(costs, edges, chosen):
