@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ from gshard.autosharding.layout import Layout
 from gshard.autosharding.layout.annotations import AXES, Annotated, AnnotatedInside, dims_on
 from gshard.autosharding.layout.summary import Considered
 from gshard.autosharding.solver import solve, solve_near_limit
-from gshard.autosharding.solver.ilp import Result
 from gshard.autosharding.solver.problem import ROUNDING, Floats, Ints, NoAnswerError
 from gshard.autosharding.solver.search import improve
 from gshard.autosharding.traced import TracedProgram
@@ -109,16 +108,27 @@ class Evaluator:
         step is annotated like that argument, where it is not sharded so by itself. `results` are
         annotations that are known to be needed for it.
         """
-        began, names = time.process_time(), dict(zip(AXES, mesh, strict=False))
+        began, subject = time.process_time(), self.subject
         by_path = {a.path: a for a in annotations}
         known = {
             result: dataclasses.replace(by_path[argument], path=result)
-            for result, argument in self.subject.states
+            for result, argument in subject.states
             if argument in by_path
         }
-        stages = self.subject.stages
+        here, devices = jax.devices(), subject.devices
+        present = here[:devices] if len(here) >= devices else devices  # to run on
+        names = dict(zip(AXES, mesh, strict=False))
         layout = Layout(
-            names, annotations, self.machine.name, 0.0, 0, 0.0, inside=inside, stages=stages
+            names,
+            annotations,
+            self.machine.name,
+            *(0.0, 0, 0.0),  # until it is lowered
+            inside=inside,
+            stages=subject.stages,
+            function=subject.fn,
+            keywords={"hardware": self.machine, **self.keywords, "devices": present},
+            arguments=subject.args,
+            limit=self.limit,
         )
         needed = {**(results or {}), **known}
         layout, forecast = self._lowered(layout, needed)
@@ -127,11 +137,11 @@ class Evaluator:
             layout, forecast = self._lowered(layout, {**needed, **changing, **known})
         count = len(annotations) + len(inside)
         name = f"mesh {' x '.join(map(str, mesh))}, {counted(count, 'annotation')}"
-        name += f", {stages} stages" if stages else ""
+        name += f", {subject.stages} stages" if subject.stages else ""
         figures = Considered.of(name, forecast, self.limit)
         if self.shorter is not None:
-            few, fewer = self.subject, self.shorter.subject
-            given, gone = transferred(layout, few, fewer), few.repeated.times - 1
+            fewer, gone = self.shorter.subject, subject.repeated.times - 1
+            given = transferred(layout, subject, fewer)
             more = figures.memory_bytes - self.shorter.evaluate(mesh, **given).memory_bytes
             memory = max(0, more) // (fewer.repeated.times - 1 - gone) * gone
             figures = figures.with_more(forecast, gone, memory, self.limit)
@@ -142,7 +152,6 @@ class Evaluator:
             seconds=figures.seconds,
             memory_bytes=figures.memory_bytes,
             considered=tuple(self.considered),
-            limit=self.limit,
         )
 
     def building_work(self, mesh: MeshShape) -> float:
@@ -163,28 +172,25 @@ class Evaluator:
         None where there is no time for it, unless it is needed: presolving takes as long as
         building.
         """
-        paired: set[Any] = set()
-        best: tuple[MeshProblem, Result] | None = None
-        subject, work = self.subject, self.building_work(mesh)
-        for number in range(2):  # copies count from the second time on
-            if 2 * work > clock.left and not (needed and best is None):
+        best: ModelAnswer | None = None
+        paired: Collection[Any] = ()
+        work = self.building_work(mesh)
+        for first in (True, False):  # copies count from the second time on
+            if 2 * work > clock.left and not (needed and first):
                 break
             clock.charge(work)
             given = (limit, paired, self.donates)
-            model = ModelBuilder(subject, mesh, self.machine, *given).built()
-            share = clock.part(clock.left if number else 2 / 3 * clock.left)
-            result = solve_near_limit(model.problem, share, needed and not number)
+            model = ModelBuilder(self.subject, mesh, self.machine, *given).built()
+            share = clock.part(2 / 3 * clock.left if first else clock.left)
+            result = solve_near_limit(model.problem, share, needed and first)
             if result.answer is None:
                 break
-            best = model, result
+            peak = float(model.problem.memory.profile(result.answer).max(initial=0.0))
+            best = ModelAnswer(result.cost / PICO, model, result.answer, peak, result.gap)
             if not model.uncounted(result.answer):
                 break
             paired = set(model.copies)
-        if best is None or best[1].answer is None:
-            return None
-        model, result = best
-        peak = float(model.problem.memory.profile(best[1].answer).max(initial=0.0))
-        return ModelAnswer(result.cost / PICO, model, best[1].answer, peak, result.gap)
+        return best
 
     def bound(self, mesh: MeshShape, limit: float, clock: Clock) -> float:
         """Seconds that the forecast of no layout over a mesh is below; infinite if none fits."""
@@ -214,19 +220,10 @@ class Evaluator:
 
     def _lowered(self, layout: Layout, results: Mapping[str, Annotated]) -> tuple[Layout, Forecast]:
         layout = dataclasses.replace(layout, results=tuple(results.values()))
-        subject = self.subject
-        keywords = {"hardware": self.machine, **self.keywords, "devices": subject.devices}
-        lowered = jit(subject.fn, annotations=layout, **keywords).lower(*subject.args)
-        forecast = lowered.forecast(self.machine)
+        keywords = {**layout.keywords, "devices": self.subject.devices}
+        lowered = jit(self.subject.fn, annotations=layout, **keywords).lower(*self.subject.args)
         self.clock.charge(WORK.lowering * self.equations)
-        layout = dataclasses.replace(
-            layout,
-            lowered=lowered,
-            function=subject.fn,
-            keywords={**keywords, "devices": self._present()},
-            arguments=subject.args,
-        )
-        return layout, forecast
+        return dataclasses.replace(layout, lowered=lowered), lowered.forecast(self.machine)
 
     def _changing(self, layout: Layout) -> dict[str, Annotated]:
         """Annotations, like those of their arguments, for results that are sharded otherwise than
@@ -242,12 +239,6 @@ class Evaluator:
                 if dims is not None:
                     found[result] = Annotated(result, shapes[argument], dims)
         return found
-
-    def _present(self) -> Any:
-        """The devices to run on, where there are enough; else their number."""
-        here = jax.devices()
-        count = self.subject.devices
-        return here[:count] if len(here) >= count else count
 
 
 @dataclasses.dataclass(frozen=True)

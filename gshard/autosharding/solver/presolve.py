@@ -183,7 +183,8 @@ def _visit(network: ProblemGraph, first: int, second: int) -> list[tuple[int, in
 def _absorb(
     network: ProblemGraph, node: int, decided: int, strategy: Ints
 ) -> list[tuple[int, int]]:
-    """Merge `decided` into `node`: `strategy` is its strategy by those of `node`."""
+    """Merge `decided` into `node`: `strategy` is its strategy by those of `node`; returns the
+    edges that have changed."""
     table = network.edges[node][decided]
     own: Floats = table[np.arange(len(strategy)), strategy]
     network.costs[node] = network.costs[node] + own + network.costs[decided][strategy]
@@ -309,9 +310,7 @@ def _eliminated(network: ProblemGraph, node: int) -> set[int]:
         return set()
     if len(edges) == 1:
         ((other, table),) = edges
-        total = costs[:, None] + table
-        network.costs[other] = network.costs[other] + total.min(axis=0)
-        network.remove(node, (other,), total.argmin(axis=0))
+        _absorb(network, other, node, (costs[:, None] + table).argmin(axis=0))
         return {other}
     (first, one), (second, two) = edges
     shape = one.shape[1], two.shape[1]
