@@ -191,8 +191,12 @@ class GatheredWarning(UserWarning):
 
 def _delegate(cls: type, to: Callable[[Any], Any], *names: str) -> None:
     """Attributes and methods of a class that are those of `to(self)`."""
+
+    def delegated(name: str) -> property:
+        return property(lambda self: getattr(to(self), name))
+
     for name in names:
-        setattr(cls, name, property(lambda self, name=name: getattr(to(self), name)))
+        setattr(cls, name, delegated(name))
 
 
 _delegate(
