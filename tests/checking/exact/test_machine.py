@@ -140,7 +140,8 @@ def test_draws_of_a_distribution_that_nothing_is_known_of():
     def fn(keys, x):
         own = jax.vmap(jax.random.gamma)(keys, x)
         together = jax.random.gamma(keys[0], x)
-        return own, own[::-1], jax.vmap(jax.random.gamma)(keys[::-1], x[::-1]), together, together[:1]
+        backwards = jax.vmap(jax.random.gamma)(keys[::-1], x[::-1])
+        return own, own[::-1], backwards, together, together[:1]
 
     keys, x = jax.random.split(jax.random.key(3), 3), np.array([1.5, 2.5, 1.5], np.float32)
     closed = jax.make_jaxpr(fn)(keys, x)
