@@ -66,14 +66,15 @@ def host_model(config: Any, int8: bool, threads: int) -> Any:
     """A model of random weights, arranged for products on a CPU."""
     from gshard.mt.decoding.host import products
     from gshard.mt.decoding.host.translator import HostModel
-    from gshard.mt.training.weights import quantize, summed_axes
+    from gshard.mt.training.weights import summed_axes
+    from gshard.nn.config import Int8
 
     products.use_threads(threads)
     weights = random_weights(config)
     quantized = {}
     for name in list(weights) if int8 else []:
         if axes := summed_axes(name):
-            quantized[name] = quantize(weights.pop(name), axes)
+            quantized[name] = Int8.of(weights.pop(name), axes)
     return HostModel(config, lambda name: quantized[name] if name in quantized else weights[name])
 
 

@@ -55,11 +55,11 @@ def make_release(folder: Path, precision: str) -> Path:
     from gshard.mt.training.weights import (
         VERIFIED,
         WEIGHTS,
-        quantize,
         summed_axes,
         write_checksums,
         write_weights,
     )
+    from gshard.nn.config import Int8
 
     config = dataclasses.replace(dims(), stacked=False)
     sizes = VocabularyConfig(config.source_vocab, config.target_vocab, languages=("de",))
@@ -69,7 +69,7 @@ def make_release(folder: Path, precision: str) -> Path:
     found = random_weights(config)
     for name in list(found) if precision == "int8" else []:
         if axes := summed_axes(name):
-            found[name] = quantize(found[name], axes)
+            found[name] = Int8.of(found[name], axes)
     write_weights(folder / WEIGHTS, found, {"step": "0"})
     write_checksums(folder, VERIFIED)
     return folder

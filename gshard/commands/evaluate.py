@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from gshard.mt.progress import Progress
     from gshard.mt.run import Run
 
-_SCORES = ("bleu", "spbleu", "chrf", "copy_bleu", "nearest_bleu", "untrained_bleu")
+_SCORES = {  # as results call them, and as tables do
+    "bleu": "BLEU", "spbleu": "spBLEU", "chrf": "chrF++", "copy_bleu": "copy",
+    "nearest_bleu": "nearest", "untrained_bleu": "untrained",
+}  # fmt: skip
 
 
 _Sentences = Annotated[int, typer.Option(help="sentences of each language, at most; 0 means all")]
@@ -183,85 +186,81 @@ def comparable(
     return found
 
 
-def _table(title: str, columns: list[str], result: Mapping[str, Any], compared: bool) -> Table:
-    """A table with these columns, those of the available scores, and of baselines if compared."""
+def _table(title: str, rows: list[dict[str, str]], padding: int = 1, wrap: bool = False) -> Table:
+    """A table of rows that have the same columns, without those that are empty in all of them.
+
+    It fits into 80 columns of a terminal: a truncated number is a wrong number.
+    """
     from rich import box
     from rich.table import Table
 
-    # The table fits into 80 columns: a truncated number is a wrong number.
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0 if len(columns) > 2 else (0, 1))
-    titles = ("BLEU", "spBLEU", "chrF++", "copy", "nearest", "untrained")
-    columns += [title for key, title in zip(_SCORES, titles, strict=True) if _has(result, key)]
-    columns += ["baseline", "delta"] if compared else []
-    for column in columns:
-        is_name = column in ("", "task", "group")
-        table.add_column(column, justify="left" if is_name else "right", no_wrap=True)
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, padding))
+    columns = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
+    for name in columns:
+        is_name = name in ("", "task", "group", "test")
+        table.add_column(name, justify="left" if is_name else "right", no_wrap=not wrap)
+    for row in rows:
+        table.add_row(*(row[name] for name in columns))
     return table
+
+
+def _scores(found: Mapping[str, Any]) -> dict[str, str]:
+    return {title: f"{found[key]:.1f}" if key in found else "" for key, title in _SCORES.items()}
+
+
+def _compared(bleu: float, baseline: float | None, note: str = "") -> dict[str, str]:
+    if baseline is None:
+        return {"baseline": "", "delta": ""}
+    delta = round(bleu - baseline, 1) + 0.0  # no -0.0
+    return {"baseline": f"{baseline:.1f}{note}", "delta": f"{delta:+.1f}"}
 
 
 def task_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row for each task, the one with the most training pairs first."""
+    rows, tasks = [], result["tasks"]
+    for name in sorted(tasks, key=lambda name: (-tasks[name]["train_pairs"], name)):
+        task = tasks[name]
+        tested = f"{task['sentences']:,}{'*' if task.get('few') else ''}"
+        about = {"task": name, "group": task["group"], "pairs": f"{task['train_pairs']:,}"}
+        compared = _compared(task["bleu"], baselines.get(name, {}).get("bleu"))
+        rows.append({**about, "tested": tested, **_scores(task), **compared})
     title = f"{result['run']}, step {result['checkpoint']:,}, {result['split']}"
-    table = _table(title, ["task", "group", "pairs", "tested"], result, bool(baselines))
-    rows = result["tasks"]
-    for name in sorted(rows, key=lambda name: (-rows[name]["train_pairs"], name)):
-        task, zero = rows[name], baselines.get(name)
-        few = "*" if task.get("few") else ""
-        cells = [name, task["group"], f"{task['train_pairs']:,}", f"{task['sentences']:,}{few}"]
-        cells += [f"{task[key]:.1f}" for key in _SCORES if key in task]
-        if baselines:
-            cells += (
-                ["", ""]
-                if zero is None
-                else [f"{zero['bleu']:.1f}", _signed(task["bleu"] - zero["bleu"])]
-            )
-        table.add_row(*cells)
-    return table
+    return _table(title, rows, padding=0)
 
 
 def average_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> Table:
     """The means over tasks, of all and by resource; the baselines' are over the same tasks."""
     from gshard.mt.evaluation.scores import averages
 
-    table = _table("averages over tasks", ["", "tasks"], result, bool(baselines))
     shared = {name: result["tasks"][name] for name in baselines}
     mine = averages(shared) if shared else {}
     theirs = averages({n: {**shared[n], "bleu": baselines[n]["bleu"]} for n in shared})
+    rows = []
     for kind, mean in result["averages"].items():
-        cells = [kind, str(mean["tasks"]), *(f"{mean[k]:.1f}" for k in _SCORES if k in mean)]
+        compared = _compared(0.0, None)
         if kind in theirs:
-            delta = mine[kind]["bleu"] - theirs[kind]["bleu"]
             some = "" if mine[kind]["tasks"] == mean["tasks"] else f" ({mine[kind]['tasks']})"
-            cells += [f"{theirs[kind]['bleu']:.1f}{some}", _signed(delta)]
-        table.add_row(*cells)
-    return table
+            compared = _compared(mine[kind]["bleu"], theirs[kind]["bleu"], some)
+        rows.append({"": kind, "tasks": str(mean["tasks"]), **_scores(mean), **compared})
+    return _table("averages over tasks", rows)
 
 
 def table_by_test(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> Table:
     """The means by test, next to copying the most similar training sentence's translation."""
-    from rich import box
-    from rich.table import Table
-
     from gshard.mt.evaluation.scores import by_test
 
-    table = Table(title="by test, averages over tasks", box=box.SIMPLE_HEAD)
-    table.add_column("test")
-    scores = {"BLEU": "bleu", "chrF++": "chrf"}
-    columns = [*scores, *(f"nearest {title}" for title in scores)]
-    columns += ["baseline chrF++"] if baselines else []
-    for column in ("tasks", "sentences", *columns):
-        table.add_column(column, justify="right")
-    zero = by_test(baselines)
+    rows, zero = [], by_test(baselines)
+    keys = {"BLEU": "bleu", "chrF++": "chrf"}
+    keys |= {f"nearest {title}": f"nearest_{key}" for title, key in keys.items()}
     for test, means in result["tests"].items():
         mean = means["all"]
         found = [t["tests"][test] for t in result["tasks"].values() if test in t["tests"]]
-        cells = [test, str(mean["tasks"]), f"{sum(each['sentences'] for each in found):,}"]
-        keys = [*scores.values(), *(f"nearest_{key}" for key in scores.values())]
-        cells += [f"{mean[key]:.1f}" for key in keys]
-        if baselines:
-            cells.append(f"{zero[test]['all']['chrf']:.1f}" if test in zero else "")
-        table.add_row(*cells)
-    return table
+        sentences = f"{sum(each['sentences'] for each in found):,}"
+        scores = {title: f"{mean[key]:.1f}" for title, key in keys.items()}
+        baseline = f"{zero[test]['all']['chrf']:.1f}" if test in zero else ""
+        about = {"test": test, "tasks": str(mean["tasks"]), "sentences": sentences}
+        rows.append({**about, **scores, "baseline chrF++": baseline})
+    return _table("by test, averages over tasks", rows, wrap=True)
 
 
 def notes(
@@ -295,11 +294,3 @@ def notes(
             "with the same search; --baselines makes them"
         )
     return lines
-
-
-def _signed(delta: float) -> str:
-    return f"{round(delta, 1) + 0.0:+.1f}"  # no -0.0
-
-
-def _has(result: Mapping[str, Any], key: str) -> bool:
-    return any(key in task for task in result["tasks"].values())

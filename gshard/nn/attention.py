@@ -86,8 +86,8 @@ class Attention(eqx.Module):
     def keys_values(self, x_BLM: Array, products: Products = "dtype") -> KeysValues:
         """The keys and values of `x_BLM`."""
         return KeysValues(
-            biased(_heads(x_BLM, self.wk, products), self.bk),
-            biased(_heads(x_BLM, self.wv, products), self.bv),
+            biased(_product("BTM,MND->BTND", x_BLM, self.wk, products), self.bk),
+            biased(_product("BTM,MND->BTND", x_BLM, self.wv, products), self.bv),
         )
 
     # Traced once for all layers of a shape.
@@ -144,9 +144,7 @@ class Attention(eqx.Module):
 
         def product(x_BTM: Array, *weights: Array) -> Array:
             w_MPND = jnp.stack([w.astype(x_BTM.dtype) for w in weights], axis=1)
-            if products == "float8":
-                return _in_eight_bits(x_BTM, w_MPND, 1)
-            return jnp.einsum("BTM,MPND->BTPND", x_BTM, w_MPND)
+            return _product("BTM,MPND->BTPND", x_BTM, w_MPND, products)
 
         if isinstance(memory, KeysValues):
             return product(x_BTM, self.wq), *(jnp.expand_dims(x, 2) for x in memory)
@@ -176,26 +174,18 @@ class Attention(eqx.Module):
         return strategy.all_groups(out, B)
 
     def _queries(self, x_BTM: Array, products: Products) -> Array:
-        q_BTND = biased(_heads(x_BTM, self.wq, products), self.bq)
+        q_BTND = biased(_product("BTM,MND->BTND", x_BTM, self.wq, products), self.bq)
         return q_BTND * jnp.asarray(q_BTND.shape[-1] ** -0.5, x_BTM.dtype)
 
     def _project(self, out_BTNU: Array, products: Products = "dtype") -> Array:
-        if products == "float8":
-            return _in_eight_bits(out_BTNU, self.wo, 2)
-        y_BTM = int8.product("BTNU,NUM->BTM", out_BTNU, self.wo)
-        return biased(y_BTM, self.bo)
+        return biased(_product("BTNU,NUM->BTM", out_BTNU, self.wo, products), self.bo)
 
 
-def _heads(x_BTM: Array, w_MND: Array, products: Products) -> Array:
-    """Queries, keys or values."""
-    if products == "float8":
-        return _in_eight_bits(x_BTM, w_MND, 1)
-    return int8.product("BTM,MND->BTND", x_BTM, w_MND)
-
-
-def _in_eight_bits(x: Array, w: Array, summed: int) -> Array:
+def _product(equation: str, x: Array, w: Array, products: Products) -> Array:
     """The product that contracts the last dims of `x` with the first of `w`."""
-    kept, others = x.shape[:-summed], w.shape[summed:]
+    if products != "float8":
+        return int8.product(equation, x, w)
+    summed = x.ndim - 2
     K = math.prod(w.shape[:summed])
     y_1RN = float8.product(x.reshape(1, -1, K), w.reshape(1, K, -1).astype(x.dtype))
-    return y_1RN.reshape(*kept, *others)
+    return y_1RN.reshape(*x.shape[:2], *w.shape[summed:])

@@ -1,13 +1,14 @@
 """The configuration of a model and what follows from it, without JAX.
 
-Batches of sentence pairs, shapes of weights, arithmetic of a step, rematerialization.
+Batches of sentence pairs, shapes of weights and their numbers in 8 bits, arithmetic of a step,
+rematerialization.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from jax import Array
@@ -277,6 +278,47 @@ def _products(
     if c.biases:
         yield f"{name}.bi", (*leading, hidden)
         yield f"{name}.bo", (*leading, c.model_dim)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """An array of `values * scale`, NumPy's or JAX's; `scale` has size 1 in dims that share one."""
+
+    values: Any  # int8, of -127 to 127: -128 is not used
+    scale: Any  # float32
+
+    @staticmethod
+    def of(array: Any, axes: tuple[int, ...]) -> Int8:
+        """The nearest numbers of 8 bits, with one scale along `axes`."""
+        wide, xp = array.astype("float32"), array.__array_namespace__()
+        largest = xp.max(xp.abs(wide), axis=axes, keepdims=True)
+        scale = xp.where(largest > 0, largest / 127, 1.0).astype("float32")
+        return Int8(xp.rint(wide / scale).astype("int8"), scale)
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the values."""
+        return self.values.shape
+
+    @property
+    def T(self) -> Int8:  # noqa: N802  (as NumPy has it)
+        """The transposed array."""
+        return Int8(self.values.T, self.scale.T)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: Any) -> Int8:
+        """Entries of dim 0, which has a scale for each."""
+        return Int8(self.values[index], self.scale[index])
+
+    def reshape(self, *shape: int) -> Int8:
+        """Other dims for the values; the scales, one for each entry of the last, in one row."""
+        return Int8(self.values.reshape(shape), self.scale.reshape(1, -1))
+
+    def astype(self, dtype: Any, **_: bool) -> Any:
+        """The array itself, where no product takes the integers."""
+        return (self.values.astype("float32") * self.scale).astype(dtype)
 
 
 def forward_flops(config: TransformerConfig) -> tuple[int, int]:

@@ -21,12 +21,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from gshard.nn import float8
-from gshard.nn.config import PAPER_GATING, Dispatch, Exchange, GatingConfig, Products, Random
+from gshard.nn.config import (
+    PAPER_GATING,
+    Dispatch,
+    Exchange,
+    GatingConfig,
+    Int8,
+    Products,
+    Random,
+)
 from gshard.nn.flat import flat_dropless, flat_groups
 from gshard.nn.float8 import Annotate, exchanged
 from gshard.nn.gating import Routed, RouterMetrics, Routing, float32_logits, route
 from gshard.nn.grouped import feed_forward, times
-from gshard.nn.int8 import Int8, product
+from gshard.nn.int8 import product
 from gshard.nn.kernels import with_gradient
 from gshard.nn.layers import biased, dropout, init_weight, relu, split_key
 from gshard.nn.strategy import ONE_DEVICE, Strategy
@@ -81,12 +89,9 @@ class Experts(eqx.Module):
             return float8.feed_forward(x_ECM, wi_EMH, wo_EHM)
         return float8.product(drop(relu(float8.product(x_ECM, wi_EMH))), wo_EHM)
 
-    @jax.named_scope("experts")
     def in_place(self, x_ECM: Array, drop: Drop = lambda h: h) -> Array:
         """Every expert on its own tokens; results have the order of the tokens."""
-        h_ECH = product("ECM,EMH->ECH", x_ECM, self.wi)
-        h_ECH = drop(relu(biased(h_ECH, _along(self.bi, 1))))
-        return biased(product("ECH,EHM->ECM", h_ECH, self.wo), _along(self.bo, 1))
+        return self(x_ECM[:, None], drop)[0]
 
     @jax.named_scope("experts")
     def in_blocks(self, x_NCM: Array, expert_N: Array, drop: Drop | None = None) -> Array:

@@ -21,7 +21,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gshard.nn.int8 import Int8, Weight
+from gshard.nn.config import Int8
+from gshard.nn.int8 import Weight
 from gshard.tensors.annotate import target_platform
 
 _SHARED_BYTES = 227 << 10  # a little less than what Hopper has for a block of threads

@@ -7,54 +7,15 @@ gradients.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-MOST = 127  # symmetric: -128 is not used
+from gshard.nn.config import Int8
 
-
-class Int8(eqx.Module):
-    """An array of `values * scale`; `scale` has size 1 in the dims that a product sums over."""
-
-    values: Array  # int8
-    scale: Array  # float32
-
-    @staticmethod
-    @functools.partial(jax.jit, static_argnums=1)
-    def of(array: Array, axes: tuple[int, ...]) -> Int8:
-        """The nearest numbers of 8 bits, with one scale along `axes`."""
-        wide = array.astype(jnp.float32)
-        largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
-        scale = jnp.where(largest > 0, largest / MOST, 1.0)
-        return Int8(jnp.rint(wide / scale).astype(jnp.int8), scale)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the values."""
-        return self.values.shape
-
-    @property
-    def size(self) -> int:
-        """The number of values."""
-        return self.values.size
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, index: Any) -> Int8:
-        """Entries of dim 0, which has a scale for each."""
-        return Int8(self.values[index], self.scale[index])
-
-    def astype(self, dtype: Any) -> Array:
-        """The array itself, where no product takes the integers."""
-        return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
-
-
+jax.tree_util.register_dataclass(Int8)
 Weight = Array | Int8
 
 
@@ -84,9 +45,8 @@ def scale_along(equation: str, scale: Array) -> Array:
 def looked_up(table_VM: Weight, tokens: Array) -> Array:
     """Rows of a table in float32; indices past its end give its last row."""
     if not isinstance(table_VM, Int8):
-        # As float32, so that the gradients of a frequent token are summed in it: exact, and far
-        # faster on a GPU, which has no addition of bfloat16 in memory.
-        return jnp.take(table_VM.astype(jnp.float32), tokens, axis=0, mode="clip")
-    both = (jnp.take(x, tokens, axis=0, mode="clip") for x in (table_VM.values, table_VM.scale))
-    values, scale = both
-    return values.astype(jnp.float32) * scale
+        # So that the gradients of a frequent token are summed in it: exact, and far faster on a
+        # GPU, which has no addition of bfloat16 in memory.
+        table_VM = table_VM.astype(jnp.float32)
+    rows = jax.tree.map(lambda x: jnp.take(x, tokens, axis=0, mode="clip"), table_VM)
+    return rows.astype(jnp.float32)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gshard.mt.decoding.on_device import beam_search
 from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.training.loading import in_int8
-from gshard.mt.training.weights import named, quantize, summed_axes
+from gshard.mt.training.weights import named, summed_axes
 from gshard.nn.int8 import Int8, looked_up, product
 from tests.nn import models
 
@@ -46,7 +46,7 @@ def test_a_product_is_that_of_the_numbers(equation, sizes, seed):
 def test_rounded_as_on_a_cpu(seed, axes):
     array = np.random.default_rng(seed).standard_normal((3, 4, 5)).astype(np.float32)
     array[:, :, 0] = 0  # a channel without numbers has a scale too
-    found, want = Int8.of(jnp.asarray(array), axes), quantize(array, axes)
+    found, want = Int8.of(jnp.asarray(array), axes), Int8.of(array, axes)
     np.testing.assert_allclose(found.scale, want.scale, rtol=1e-6)
     assert np.abs(np.int16(found.values) - want.values).max() <= 1  # where it is half way
     assert np.mean(found.values == want.values) > 0.9

@@ -17,6 +17,7 @@ from gshard.mt.config import DeviceConfig
 from gshard.mt.decoding.texts import TextTranslator, TranslateConfig
 from gshard.mt.launch.environment import Hosts
 from gshard.mt.training import weights as files
+from gshard.nn.config import Int8
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.host.translator import Load
@@ -136,23 +137,21 @@ def only_cpus() -> bool:
 def _host_translator(
     run: Run, which: str, config: TranslateConfig, broadcast: Broadcast | None, engine: EngineConfig
 ) -> tuple[TextTranslator, int]:
-    from gshard.mt.decoding.host.products import use_threads
+    from gshard.mt.decoding.host.products import floats, use_threads
     from gshard.mt.decoding.host.translator import HostModel, HostTranslator
 
     use_threads(engine.threads)
     load, weights, step = _weights(run, which)
     numbers = engine.numbers
 
-    def converted(name: str) -> np.ndarray | files.Quantized:
+    def converted(name: str) -> np.ndarray | Int8:
         found, axes = load(name), files.summed_axes(name)
-        some = found.scale if isinstance(found, files.Quantized) else found  # integers are finite
+        some = found.scale if isinstance(found, Int8) else found  # integers are finite
         if not np.isfinite(some).all():
             raise UserError(files.not_finite(run, name))
-        if numbers == "int8" and axes and not isinstance(found, files.Quantized):
-            return files.quantize(found, axes)
-        if numbers == "float32" and isinstance(found, files.Quantized):
-            return found.dequantized()
-        return found if isinstance(found, files.Quantized) else found.astype(np.float32, copy=False)
+        if isinstance(found, Int8) and numbers != "float32":
+            return found
+        return Int8.of(found, axes) if numbers == "int8" and axes else floats(found)
 
     model = HostModel(run.model_config, converted, weights)
     return HostTranslator(model, run.tokenizer, config, broadcast), step

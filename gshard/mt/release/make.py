@@ -29,6 +29,7 @@ from gshard.mt.evaluation.evaluate import EVALUATION, read_results
 from gshard.mt.run import CONFIG, Run
 from gshard.mt.training import weights as files
 from gshard.mt.training.loading import load_model
+from gshard.nn.config import Int8
 
 CARD = "README.md"
 _SHOWN = 5  # languages with an example
@@ -234,12 +235,12 @@ def make_release(
     return out
 
 
-def _rounded(name: str, array: np.ndarray, precision: Precision) -> np.ndarray | files.Quantized:
+def _rounded(name: str, array: np.ndarray, precision: Precision) -> np.ndarray | Int8:
     """A weight as it is written; what has no form in 8 bits is small and stays in float32."""
     if precision != "int8":
         return array.astype(precision)
     axes = files.summed_axes(name)
-    return files.quantize(array, axes) if axes else array.astype("float32")
+    return Int8.of(array, axes) if axes else array.astype("float32")
 
 
 def verify(run: Run) -> int:

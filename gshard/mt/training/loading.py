@@ -26,8 +26,7 @@ from gshard.mt.config import CHANGEABLE, OptimizerConfig, fall_if_changeable
 from gshard.mt.run import Run
 from gshard.mt.training import weights as files
 from gshard.mt.training.weights import named, unnamed
-from gshard.nn.config import TransformerConfig
-from gshard.nn.int8 import Int8
+from gshard.nn.config import Int8, TransformerConfig
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
 
@@ -201,10 +200,10 @@ def teacher_of(run: Run, strategy: Strategy, *, shapes: bool = False) -> Transfo
 
 def in_int8(model: Transformer) -> Transformer:
     """The model for decoding with its weights in 8 bits, those of experts too."""
-    rounded = {}
+    rounded, round_ = {}, jax.jit(Int8.of, static_argnums=1)
     for name, leaf in named(model).items():
         axes = files.summed_axes(name)
-        rounded[name] = leaf if axes is None else Int8.of(leaf, axes)
+        rounded[name] = leaf if axes is None else round_(leaf, axes)
     return unnamed(rounded, model)
 
 

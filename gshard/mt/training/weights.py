@@ -23,7 +23,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,38 +35,12 @@ from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import FILES
 from gshard.mt.run import CONFIG, Run
-from gshard.nn.config import TransformerConfig
+from gshard.nn.config import Int8, TransformerConfig
 
 T = TypeVar("T")
 WEIGHTS = "weights.safetensors"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8"}
-MOST = 127  # symmetric: -128 is not used
 _SCALE = ".scale_of_8_bits"  # what an array's integers are multiplied by, under its name and this
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """An array of `values * scale`; `scale` has size 1 in the dims that share one."""
-
-    values: np.ndarray  # int8
-    scale: np.ndarray  # float32
-
-    def __getitem__(self, index: int) -> Quantized:
-        """One of the arrays that are stacked in dim 0: of a layer, or of an expert."""
-        return Quantized(self.values[index], self.scale[index])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the values."""
-        return self.values.shape
-
-    def reshape(self, *shape: int) -> Quantized:
-        """Other dims for the values; the scales, one for each entry of the last, in one row."""
-        return Quantized(self.values.reshape(shape), self.scale.reshape(1, -1))
-
-    def dequantized(self) -> np.ndarray:
-        """The array in float32."""
-        return self.values.astype(np.float32) * self.scale
 
 
 def summed_axes(name: str) -> tuple[int, ...] | None:
@@ -81,14 +54,6 @@ def summed_axes(name: str) -> tuple[int, ...] | None:
     if leaf in ("wi", "wo"):
         return (-3, -2) if attention else (-2,)
     return None
-
-
-def quantize(array: np.ndarray, axes: tuple[int, ...]) -> Quantized:
-    """The nearest numbers of 8 bits, with one scale along `axes`."""
-    array = np.asarray(array, np.float32)
-    largest = np.abs(array).max(axis=axes, keepdims=True)
-    scale = np.where(largest > 0, largest / MOST, 1.0).astype(np.float32)
-    return Quantized(np.rint(array / scale).astype(np.int8), scale)
 
 
 class WeightsFile:
@@ -127,14 +92,14 @@ class WeightsFile:
 
     def __getitem__(self, name: str) -> np.ndarray:
         found = self.stored(name)
-        return found.dequantized() if isinstance(found, Quantized) else found
+        return found.astype(np.float32) if isinstance(found, Int8) else found
 
-    def stored(self, name: str) -> np.ndarray | Quantized:
+    def stored(self, name: str) -> np.ndarray | Int8:
         """An array as it is in the file."""
         values = self._file.get_tensor(name)
         if name not in self._scales:
             return values
-        return Quantized(values, self._file.get_tensor(name + _SCALE))
+        return Int8(values, self._file.get_tensor(name + _SCALE))
 
     def part(self, name: str, where: tuple[slice, ...]) -> np.ndarray:
         """A part of an array, as much of the file as that is."""
@@ -145,7 +110,7 @@ class WeightsFile:
             return values
         shared = zip(where, self._scales[name], strict=False)
         along = tuple(slice(None) if size == 1 else part for part, size in shared)
-        return Quantized(values, self._file.get_tensor(name + _SCALE)[along]).dequantized()
+        return Int8(values, self._file.get_tensor(name + _SCALE)[along]).astype(np.float32)
 
     def not_finite(self) -> str:
         """The name of the first array with a value that is no number, or ""."""
@@ -153,10 +118,10 @@ class WeightsFile:
 
 
 def write_weights(path: Path, arrays: Mapping[str, Any], note: Mapping[str, str]) -> None:
-    """Write arrays of float32, bfloat16 or `Quantized`, and a note, completely or not at all."""
+    """Write arrays of float32, bfloat16 or `Int8`, and a note, completely or not at all."""
     found = {}
     for name, array in arrays.items():
-        if isinstance(array, Quantized):
+        if isinstance(array, Int8):
             found[name + _SCALE] = np.ascontiguousarray(array.scale)
             array = array.values
         found[name] = np.asarray(array, order="C")

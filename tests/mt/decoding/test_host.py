@@ -22,8 +22,8 @@ from gshard.mt.decoding.search import BeamConfig
 from gshard.mt.decoding.texts import TranslateConfig, routes
 from gshard.mt.release.make import make_release, verify
 from gshard.mt.run import Run
-from gshard.mt.training.weights import Quantized, named, quantize, summed_axes
-from gshard.nn.config import GatingConfig
+from gshard.mt.training.weights import named, summed_axes
+from gshard.nn.config import GatingConfig, Int8
 from gshard.nn.gating import route
 from tests.mt.decoding.test_on_device import ending
 from tests.mt.runs import make_run
@@ -146,7 +146,7 @@ def test_a_product_in_eight_bits_is_the_exact_sum_of_its_integers(rows, depth, c
     rng = np.random.default_rng(seed)
     x = (size * rng.standard_normal((rows, depth))).astype(np.float32)
     x[0] = 0.0
-    weight = quantize(rng.standard_normal((depth, columns)), (-2,))
+    weight = Int8.of(rng.standard_normal((depth, columns)), (-2,))
     assert np.abs(weight.values).max() <= 127
     graph = OnnxGraph()
     (found,) = graph.compile(graph.product(graph.input("x"), weight))(x)
@@ -167,8 +167,8 @@ def test_every_product_has_8_bits_and_nothing_else_has():
     assert {name.rsplit(".", 1)[1] for name in kept} == {"scale", "bias", "gate"}
     for name, leaf in named(model).items():
         if axes := summed_axes(name):
-            found = quantize(leaf, axes)
-            error = np.abs(found.dequantized() - np.asarray(leaf))
+            found = Int8.of(np.asarray(leaf), axes)
+            error = np.abs(found.astype(np.float32) - np.asarray(leaf))
             assert (error <= found.scale / 2 * 1.0001).all()
             assert found.values.shape == leaf.shape
 
@@ -250,7 +250,7 @@ def test_a_scale_that_does_not_belong_is_refused(run, tmp_path):
     from gshard.mt.training.weights import WeightsFile, write_weights
 
     path = tmp_path / "weights.safetensors"
-    one = Quantized(np.ones((3, 4), np.int8), np.ones((1, 4), np.float32))
+    one = Int8(np.ones((3, 4), np.int8), np.ones((1, 4), np.float32))
     write_weights(path, {"a": one, "b": np.zeros(2, np.float32)}, {})
     assert WeightsFile(path).shapes == {"a": (3, 4), "b": (2,)}
     np.testing.assert_array_equal(WeightsFile(path).part("a", (slice(1, 2), slice(2, 4))), [[1, 1]])

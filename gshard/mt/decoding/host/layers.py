@@ -25,8 +25,7 @@ from gshard.mt.decoding.host.products import (
     floats,
 )
 from gshard.mt.decoding.texts import Choices
-from gshard.mt.training.weights import Quantized
-from gshard.nn.config import TransformerConfig
+from gshard.nn.config import Int8, TransformerConfig
 
 Weights = Callable[[str], Weight]  # by name within a layer
 HIDDEN = np.float32(-1e9)  # the score of what a query may not see
@@ -121,7 +120,7 @@ class HostExperts:
         logits = graph.product(h, floats(weights("moe.gate")))
         expert, weight = choices(graph, logits, c.gating.top_k)
         outputs = [OnnxOutput(h)]
-        if isinstance(weights("moe.experts.wi"), Quantized):  # once for all experts
+        if isinstance(weights("moe.experts.wi"), Int8):  # once for all experts
             rows = graph.quantized(h)
             outputs = [OnnxOutput(rows.values, "uint8"), OnnxOutput(rows.scale)]
         if c.shared_hidden_dim:
@@ -189,10 +188,10 @@ def side_by_side(
     if c.biases:
         flat = (floats(weights(f"{kind}_attention.b{name[1:]}")).reshape(-1) for name in names)
         bias = np.concatenate([b * by for b, by in zip(flat, scales, strict=True)])
-    quantized = [Quantized(w.values, w.scale * by) for w, by in both if isinstance(w, Quantized)]
+    quantized = [Int8(w.values, w.scale * by) for w, by in both if isinstance(w, Int8)]
     if not quantized:
         return np.concatenate([floats(w) * by for w, by in both], axis=1), bias
-    joint = Quantized(
+    joint = Int8(
         np.concatenate([w.values for w in quantized], axis=1),
         np.concatenate([w.scale for w in quantized], axis=1),
     )
@@ -267,14 +266,14 @@ def _through(
     bo: Weight | None = None,
 ) -> str:
     inner = graph.add("Relu", graph.product(h, wi, bi))
-    quantized = isinstance(wo, Quantized)
+    quantized = isinstance(wo, Int8)
     return graph.product(graph.quantized(inner, positive=True) if quantized else inner, wo, bo)
 
 
 def _expert(wi: Weight, *others: Weight) -> Session:
     """An expert by itself, from its weights and biases."""
     graph = OnnxGraph()
-    if isinstance(wi, Quantized):
+    if isinstance(wi, Int8):
         rows = QuantizedRows(graph.input("h", "uint8"), graph.input("scale"), ZERO)
         return graph.compile(_through(graph, rows, wi, *others))
     return graph.compile(_through(graph, graph.input("h"), wi, *others))

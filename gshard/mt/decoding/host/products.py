@@ -17,10 +17,9 @@ import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from gshard.mt.training.weights import Quantized
-from gshard.nn.config import EPSILON
+from gshard.nn.config import EPSILON, Int8
 
-Weight = np.ndarray | Quantized
+Weight = np.ndarray | Int8
 Dtype = Literal["float32", "int64", "uint8"]
 
 _TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "uint8": TensorProto.UINT8}
@@ -41,8 +40,6 @@ def use_threads(count: int = 0) -> int:
 
 def floats(weight: Weight) -> np.ndarray:
     """A weight in float32."""
-    if isinstance(weight, Quantized):
-        return weight.dequantized()
     return weight.astype(np.float32, copy=False)
 
 
@@ -95,7 +92,7 @@ class OnnxGraph:
         """The rows of `x` times a weight; rows that several products share may come quantized."""
         if bias is not None:
             return self.add("Add", self.product(x, weight), self.constant(floats(bias)))
-        if not isinstance(weight, Quantized):
+        if not isinstance(weight, Int8):
             assert isinstance(x, str)
             return self.add("MatMul", x, self.constant(floats(weight)))
         rows = self.quantized(x) if isinstance(x, str) else x

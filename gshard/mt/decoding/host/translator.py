@@ -23,7 +23,7 @@ from gshard.mt.decoding import search as flat
 from gshard.mt.decoding.host.layers import HIDDEN, Cache, HostLayer, side_by_side
 from gshard.mt.decoding.host.products import OnnxGraph, OnnxOutput, Session, Weight
 from gshard.mt.decoding.texts import Choices, Routings, SearchJob, TextTranslator, TranslateConfig
-from gshard.mt.training.weights import Quantized, has_experts, in_layer
+from gshard.mt.training.weights import has_experts, in_layer
 from gshard.nn.config import TransformerConfig
 
 Load = Callable[[str], Weight]  # a weight by its name in the model
@@ -151,11 +151,7 @@ class HostModel:
             scale, bias, table = self._logits
             graph = OnnxGraph()
             x = graph.norm(graph.input("x"), scale, bias)
-            if isinstance(table, Quantized):
-                weight: Weight = Quantized(table.values.T, table.scale.T)
-            else:
-                weight = table.T
-            scores = graph.add("LogSoftmax", graph.product(x, weight), axis=-1)
+            scores = graph.add("LogSoftmax", graph.product(x, table.T), axis=-1)
             count = graph.constant(np.array([C]))
             best, tokens = graph.add("TopK", scores, count, outputs=2)
             end = graph.add("Gather", scores, graph.constant(np.array([END])), axis=1)
@@ -178,10 +174,7 @@ class _HostEmbedding:
         positions_R = positions_R + self._first
         if positions_R.max(initial=0) >= len(self._positions):
             self._positions = sinusoids(2 * int(positions_R.max()) + 64, self._dim)
-        if isinstance(self._table, Quantized):
-            x_RM = self._table.values[tokens_R] * self._table.scale[tokens_R]
-        else:
-            x_RM = self._table[tokens_R].astype(np.float32)
+        x_RM = self._table[tokens_R].astype(np.float32)
         return x_RM * self._scale + self._positions[positions_R]
 
 
