@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gshard.commands import show
 from gshard.commands.options import Languages, PlainCommand, PlainGroup, Plots, complete_tiers
+from gshard.errors import UserError
 
 if TYPE_CHECKING:
     from gshard.mt.data.gather import GatherConfig
@@ -66,7 +69,6 @@ def gather(
     ] = False,
 ) -> None:
     """Gather a corpus: download, read, clean, split and write. Run it again to continue."""
-    from gshard.commands import show
     from gshard.mt.data import gather as work
     from gshard.mt.data import tiers
     from gshard.mt.data.splits import SPLITS, HeldOutShares
@@ -97,7 +99,6 @@ def gather(
 
 def _on_ray(config: GatherConfig) -> GatherConfig:
     """The same on the nodes of a Ray cluster, which share files but not the current folder."""
-    from gshard.errors import UserError
 
     try:
         from gshard.mt.launch.ray_cluster import connect
@@ -118,21 +119,19 @@ def stats(
     verify: Annotated[bool, typer.Option(help="verify the checksum of every file")] = False,
 ) -> None:
     """Print the table of languages, what was dropped and why, and draw the power law."""
-    from gshard.commands.show import console
-    from gshard.errors import UserError
     from gshard.mt.data import stats as work
     from gshard.mt.data.corpus import Corpus
 
     opened = Corpus.open(corpus)
-    console.print(work.language_table(opened, most))
-    console.print(work.dropped_table(opened))
-    console.print(work.source_table(opened))
+    show.console.print(work.language_table(opened, most))
+    show.console.print(work.dropped_table(opened))
+    show.console.print(work.source_table(opened))
     picture = work.power_law(opened).save((plots or corpus) / "power-law.svg")
-    console.print(f"power law: {picture}", soft_wrap=True)
+    show.console.print(f"power law: {picture}", soft_wrap=True)
     if verify:
         if bad := opened.verify():
             raise UserError("\n".join(bad))
-        console.print("every file matches its checksum")
+        show.console.print("every file matches its checksum")
 
 
 @app.command(cls=PlainCommand)
@@ -150,7 +149,6 @@ def vocabulary(
     seed: Annotated[int, typer.Option(help="random seed of the sample")] = 0,
 ) -> None:
     """Train the SentencePiece vocabularies on a temperature sample of the corpus."""
-    from gshard.commands.show import console
     from gshard.mt.batching.tokenizer import VocabularyConfig, refuse_to_replace, train_tokenizer
     from gshard.mt.data.corpus import Corpus
 
@@ -161,10 +159,10 @@ def vocabulary(
     opened = Corpus.open(corpus)
     place = out or corpus / "vocabulary"
     refuse_to_replace(place)
-    with console.status("training the vocabularies"):
+    with show.console.status("training the vocabularies"):
         tokenizer = train_tokenizer(opened, config)
     tokenizer.save(place)
-    console.print(
+    show.console.print(
         f"{tokenizer.source_size:,} source and {tokenizer.target_size:,} target pieces in {place}"
     )
 
@@ -181,9 +179,7 @@ def batches(
     workers: Annotated[int, typer.Option(help="processes that read ahead; 0 uses threads")] = 0,
 ) -> None:
     """Make batches as training does, and show their padding, speed and mixture."""
-    import time
 
-    from gshard.commands import show
     from gshard.mt.batching.batches import BatchConfig, Batches
     from gshard.mt.batching.tokenizer import Tokenizer
     from gshard.mt.batching.tokens import open_tokens

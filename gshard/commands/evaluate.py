@@ -9,13 +9,14 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.table import Table
 
-from gshard.commands import options
+from gshard.commands import options, show
 from gshard.commands.options import Run as RunFolder
+from gshard.commands.show import console, say
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from gshard.mt.evaluation.baselines import BaselineModels
     from gshard.mt.evaluation.evaluate import EvaluateConfig
     from gshard.mt.evaluation.systems import Systems
@@ -63,7 +64,6 @@ def evaluate(
     process: options.Process = None,
 ) -> None:
     """Score a run with BLEU and chrF++. Safe to interrupt; run it again to continue."""
-    from gshard.commands import show
     from gshard.mt import hosts
     from gshard.mt.broadcast import Broadcast
     from gshard.mt.decoding.engines import engine_of
@@ -92,19 +92,18 @@ def evaluate(
             with nullcontext(SILENT) if as_json else show.bars() as bars:
                 result, measured = _measure(systems, steps, bars)
     except KeyboardInterrupt:
-        show.console.print("interrupted; run the same command again to continue")
+        console.print("interrupted; run the same command again to continue")
         raise typer.Exit(130) from None
     measured = measured or work.read_results(opened.folder / "baselines.json")
     if as_json:
         print(json.dumps({**result, "baselines": measured}, indent=1))
     else:
         _show(result, measured)
-        show.say(f"written to {opened.folder / work.EVALUATION}")
+        say(f"written to {opened.folder / work.EVALUATION}")
 
 
 def _show(result: Mapping[str, Any], measured: Mapping[str, Any] | None) -> None:
     """Print the tables, and what their numbers mean."""
-    from gshard.commands.show import console, say
 
     zero = comparable(result, measured)
     console.print(task_table(result, zero))
@@ -191,9 +190,6 @@ def _table(title: str, rows: list[dict[str, str]], padding: int = 1, wrap: bool 
 
     It fits into 80 columns of a terminal: a truncated number is a wrong number.
     """
-    from rich import box
-    from rich.table import Table
-
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, padding))
     columns = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
     for name in columns:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
+import re
 import sys
 import sysconfig
 import tempfile
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from gshard.commands.options import Arguments, Hardware, HardwareOfPaper, Json, Page, Plots, Shapes
 from gshard.commands.show import working
@@ -98,9 +102,6 @@ def _prove(lowered: Lowered) -> int:
 
 def _show(explanation: Explanation) -> None:
     """Bytes and lines at once; then the changes of annotations, with a bar while they are tried."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from gshard.explanation.explained import fix_lines, text
 
     if explanation.is_default:
@@ -280,7 +281,6 @@ _DTYPES = {
 
 def imported(name: str) -> Any:
     """A function by `module:function`, from the working folder or what is installed."""
-    import importlib
 
     module, _, function = name.partition(":")
     if not function:
@@ -348,7 +348,6 @@ def use_virtual_devices(count: int) -> None:
 
 def shape_of(text: str) -> Any:
     """An array's type, such as `f32[8,256,128]`."""
-    import re
 
     import jax
 

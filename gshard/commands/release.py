@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from gshard.commands.options import Checkpoint, Run
+from gshard.commands.show import say
+from gshard.errors import UserError, one_of
 
 _LAYOUTS = ("gshard", "huggingface", "ctranslate2")
 
@@ -25,8 +27,6 @@ def release(
     ] = False,
 ) -> None:
     """Export a run for translation: weights, vocabularies, settings and a model card."""
-    from gshard.commands.show import say
-    from gshard.errors import UserError, one_of
     from gshard.graph.readable import size
     from gshard.mt import hosts
     from gshard.mt.release import exported, make
@@ -61,7 +61,6 @@ def import_(
     out: Annotated[Path, typer.Option(help="the new folder of the model")],
 ) -> None:
     """Read a checkpoint of Hugging Face's NllbMoe or M2M100 as a gshard model with equal logits."""
-    from gshard.commands.show import say
     from gshard.mt import hosts
     from gshard.mt.release.imported import import_model
     from gshard.mt.run import CONFIG

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gshard.commands import options
+from gshard.commands.show import console
+from gshard.errors import UserError, one_of
 
 if TYPE_CHECKING:
     from gshard.mt.serving.ray_serve import RayServer
@@ -56,7 +62,6 @@ def serve(
     threads: options.Threads = 0,
 ) -> None:
     """Serve a model: LibreTranslate's API, and a page with a translation and its experts."""
-    from gshard.errors import UserError, one_of
     from gshard.mt.decoding.engines import engine_of
     from gshard.mt.decoding.texts import TranslateConfig
     from gshard.mt.run import Run as OpenedRun
@@ -88,12 +93,7 @@ def serve(
 
 def _run(served: Served, settings: Settings, workers: int, name: str, on: str) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    import contextlib
-    import os
-    import signal
-    import sys
 
-    from gshard.commands.show import console
     from gshard.mt.serving.server import Server, listen
     from gshard.mt.serving.workers import Workers
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gshard.commands import show
 from gshard.commands.options import Runs
+from gshard.errors import one_of
 
 if TYPE_CHECKING:
     from gshard.mt.study.plan import Study
@@ -56,8 +58,6 @@ def study(
 
 
 def _work(plan: Study, only: str, until: str, seconds: float, processes: int) -> None:
-    from gshard.commands import show
-    from gshard.errors import one_of
     from gshard.mt import hosts
     from gshard.mt.data.corpus import Corpus
     from gshard.mt.study.plan import STAGES
@@ -81,20 +81,18 @@ def _work(plan: Study, only: str, until: str, seconds: float, processes: int) ->
 
 
 def _show(plan: Study) -> None:
-    from gshard.commands.show import console, say
     from gshard.mt.study.plan import lines, overview_table
 
-    console.print(overview_table(plan))
+    show.console.print(overview_table(plan))
     for line in lines(plan):
-        say(line)
+        show.say(line)
 
 
 def _report(plan: Study, out: Path | None) -> None:
-    from gshard.commands.show import say
     from gshard.mt.study.results import write_results
 
     for path in write_results(plan, out or plan.folder / "report"):
-        say(f"written: {path}")
+        show.say(f"written: {path}")
 
 
 def report(
@@ -105,13 +103,12 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained page: quality, losses, data, experts and translations of runs."""
-    from gshard.commands.show import say
     from gshard.mt.report import write_report
 
     path, shown = write_report(runs, out)
     for run in shown:
         for problem in run.problems:
-            say(f"{run.name}: {problem}")
+            show.say(f"{run.name}: {problem}")
         if run.evaluation is None:
-            say(f"{run.name}: not evaluated yet (`gshard evaluate {run.folder}`)")
-    say(f"report: {path}")
+            show.say(f"{run.name}: not evaluated yet (`gshard evaluate {run.folder}`)")
+    show.say(f"report: {path}")

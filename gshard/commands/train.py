@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gshard.commands import options
+from gshard.commands.show import TrainDisplay, say, screen
+from gshard.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from gshard.mt.config import RunConfig
@@ -97,7 +99,6 @@ def train(
 
         which = options.members(coordinator, processes, process)
         hosts.start(config.devices.count, which, settings=_compared(config, back_to))
-        from gshard.commands.show import TrainDisplay
         from gshard.mt.atomic import locked
         from gshard.mt.data.corpus import Corpus
         from gshard.mt.run import Run
@@ -141,8 +142,6 @@ def _compared(config: RunConfig, back_to: int | None) -> dict[str, object]:
 
 def _on_ray(arguments: Sequence[str], nodes: int, least: int) -> int:
     """Train on a Ray cluster; the exit status."""
-    from gshard.commands.show import say
-    from gshard.errors import UserError
     from gshard.mt.launch.local import gshard_command
     from gshard.mt.launch.supervisor import Supervisor, without_checkpoint
 
@@ -163,7 +162,6 @@ def _on_ray(arguments: Sequence[str], nodes: int, least: int) -> int:
 
 
 def _summarize(run: Run, outcome: Outcome) -> None:
-    from gshard.commands.show import say
 
     steps, done = run.config.train.steps, f"`gshard evaluate {run.folder}` measures it"
     say(
@@ -176,7 +174,6 @@ def _summarize(run: Run, outcome: Outcome) -> None:
 
 def _configured(what: str, settings: Sequence[str], corpus: Path | None) -> tuple[RunConfig, Path]:
     """The configuration that the command line asks for, and the default folder of its run."""
-    from gshard.errors import UserError
     from gshard.mt import config as configs
     from gshard.mt.presets import PRESETS, preset_or_file
     from gshard.mt.run import CONFIG, Run
@@ -193,7 +190,6 @@ def _configured(what: str, settings: Sequence[str], corpus: Path | None) -> tupl
 
 
 def _list_settings(config: RunConfig) -> None:
-    from gshard.commands.show import say
     from gshard.mt.config import settings
 
     for name, value, _ in settings(config):
@@ -218,8 +214,6 @@ def launch(
     ] = 3,
 ) -> None:
     """Run several processes on this machine, and restart them when one dies or hangs."""
-    from gshard.commands.show import say, screen
-    from gshard.errors import UserError, nearest
     from gshard.mt.launch.local import ThisMachine, gshard_command
     from gshard.mt.launch.supervisor import Supervisor, Timeouts, without_checkpoint
 

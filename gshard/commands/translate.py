@@ -14,6 +14,8 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from gshard.commands import options
+from gshard.commands.show import bars, screen
+from gshard.errors import UserError
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.lines import Output, TextLines
@@ -97,7 +99,6 @@ def translate(
 
 def _text(file: Path | None, encoding: str, out: Path | None) -> TextLines:
     """The text to translate, which the output may not replace."""
-    from gshard.errors import UserError
     from gshard.mt.decoding.lines import TextLines
 
     if file and out and file.exists() and out.exists() and out.samefile(file):
@@ -191,7 +192,6 @@ def _output(which: Hosts) -> tuple[IO[bytes], int]:
 
 
 def _status(text: str) -> contextlib.AbstractContextManager[object]:
-    from gshard.commands.show import screen
 
     console = screen(stderr=True)
     return console.status(text) if console.is_terminal else contextlib.nullcontext()
@@ -199,7 +199,6 @@ def _status(text: str) -> contextlib.AbstractContextManager[object]:
 
 def _progress(first: int, last: int) -> contextlib.AbstractContextManager[Progress]:
     """A bar on standard error while a chunk is translated, removed afterwards."""
-    from gshard.commands.show import bars, screen
     from gshard.mt.progress import SILENT
 
     console = screen(stderr=True)

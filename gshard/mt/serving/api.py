@@ -30,7 +30,7 @@ from gshard.mt.decoding.detect import Detector
 from gshard.mt.decoding.texts import Hypothesis, choose_target
 from gshard.mt.serving import documents, requests
 from gshard.mt.serving.observing import Metrics, note
-from gshard.mt.serving.service import PIECES, RefusedError, Service
+from gshard.mt.serving.service import PIECES, TOO_MUCH, RefusedError, Service, refuse_more
 from gshard.mt.serving.settings import ApiKeys, Key, Settings
 
 _AUTO = "auto"
@@ -38,6 +38,7 @@ _EVENTS = "text/event-stream"
 _KEPT = 3600.0  # seconds that a translated file can be fetched,
 _MOST_FILES = 1000  # unless so many are newer
 _FILE = re.compile(r"[A-Za-z0-9_-]{22}\.[a-z]+")
+_TOO_LONG = "characters are too many for one request"
 _BEAT = 15.0  # seconds after which a stream says that it is alive: proxies end silent ones
 
 
@@ -59,20 +60,18 @@ class Asked:
 
     def answer(self, found: Sequence[Sequence[Hypothesis]]) -> dict[str, Any]:
         """In LibreTranslate's form, from the n-best lists of the sentences."""
-        found, said, others = list(found), [], []
+        left, versions = iter(found), []
         for document in self.documents:
-            mine, found = found[: len(document.sentences)], found[len(document.sentences) :]
-
-            def version(n: int, document: Any = document, mine: Any = mine) -> str:
-                best = [hypotheses[min(n, len(hypotheses) - 1)].text for hypotheses in mine]
-                return str(document.joined(best, self.target))
-
-            said.append(version(0))
+            mine = [next(left) for _ in document.sentences]
             count = max((len(hypotheses) for hypotheses in mine), default=1)
-            others.append([version(n) for n in range(1, min(self.alternatives + 1, count))])
-        each: dict[str, list[Any]] = {"translatedText": said}
+            best = (
+                [hypotheses[min(n, len(hypotheses) - 1)].text for hypotheses in mine]
+                for n in range(max(1, min(self.alternatives + 1, count)))
+            )
+            versions.append([document.joined(texts, self.target) for texts in best])
+        each: dict[str, list[Any]] = {"translatedText": [said for said, *_ in versions]}
         if self.alternatives:
-            each["alternatives"] = others
+            each["alternatives"] = [others for _, *others in versions]
         if self.detected is not None:
             each["detectedLanguage"] = list(self.detected)
         return each if self.is_batch else {name: values[0] for name, values in each.items()}
@@ -159,11 +158,8 @@ class Api:
     async def _asked(self, request: Request, given: dict[str, Any]) -> Asked:
         texts = given["q"] if isinstance(given["q"], list) else [given["q"]]
         characters = sum(map(len, texts))
-        if len(texts) > self._settings.texts:
-            raise RefusedError(
-                413, f"{len(texts):,} texts are too many; {self._settings.texts:,} are allowed"
-            )
-        self._refuse_long(characters)
+        refuse_more(len(texts), self._settings.texts, "texts are too many")
+        refuse_more(characters, self._settings.characters, _TOO_LONG)
         key = self._admit(request, given["api_key"], max(1, len(texts)))
         note(request.scope, key=key.name, texts=len(texts), characters=characters)
         target = self._target(given["source"], given["target"])
@@ -184,12 +180,7 @@ class Api:
             tuple(map(self._best, texts)) if given["source"] == _AUTO and self._detector else None,
         )
         most = max(PIECES, self._settings.characters // 10)
-        if (count := len(asked.sentences)) > most:
-            raise RefusedError(
-                413,
-                f"this text is too much for one request: it comes to {count:,} pieces of what the "
-                f"model can read at once, and {most:,} are allowed",
-            )
+        refuse_more(len(asked.sentences), most, TOO_MUCH)
         return asked
 
     def _target(self, source: str, target: str) -> str:
@@ -205,14 +196,6 @@ class Api:
             return choose_target(tokenizer, "" if source == _AUTO else source, target)
         except UserError as error:
             raise RefusedError(400, str(error)) from None
-
-    def _refuse_long(self, characters: int) -> None:
-        if characters > self._settings.characters:
-            raise RefusedError(
-                413,
-                f"{characters:,} characters are too many for one request; "
-                f"{self._settings.characters:,} are allowed",
-            )
 
     def _admit(self, request: Request, given: str, texts: int) -> Key:
         """The key of a request, if it may be answered now."""
@@ -291,7 +274,7 @@ class Api:
     async def _detect(self, request: Request) -> Response:
         given = await requests.read_object(request, 16 * self._settings.characters)
         asked = requests.read(requests.DETECT, given)
-        self._refuse_long(len(asked["q"]))
+        refuse_more(len(asked["q"]), self._settings.characters, _TOO_LONG)
         key = self._admit(request, asked["api_key"], 1)
         note(request.scope, key=key.name)
         if self._detector is None:

@@ -67,7 +67,7 @@ class Document:
     """The parts of a document; `sentences` are those to be translated, in order."""
 
     def __init__(self, parts: Sequence[Part], *, is_html: bool = False):
-        self.parts = tuple(parts)
+        self.parts = tuple(part for part in parts if part.text or part.gap)
         self.sentences = [part.text for part in self.parts if part.is_translated]
         self._is_html = is_html
 
@@ -92,7 +92,7 @@ def from_text(text: str, cut: Cut) -> Document:
     parts: list[Part] = []
     for n, piece in enumerate(_LINE_ENDS.split(text)):
         parts += [Part(piece)] if n % 2 else _paragraph(piece, cut)
-    return Document([part for part in parts if part.text or part.gap])
+    return Document(parts)
 
 
 def from_html(source: str, cut: Cut) -> Document:
@@ -104,7 +104,7 @@ def from_html(source: str, cut: Cut) -> Document:
         parts += _run(source[start:end], cut)
         last = end
     parts.append(Part(source[last:]))
-    return Document([part for part in parts if part.text or part.gap], is_html=True)
+    return Document(parts, is_html=True)
 
 
 def from_subtitles(source: str, cut: Cut) -> Document:

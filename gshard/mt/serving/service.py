@@ -52,6 +52,15 @@ class RefusedError(Exception):
         self.retry_after = retry_after or (5 if status == 503 else 0)  # seconds
 
 
+TOO_MUCH = "pieces of what the model can read at once are too much for one request"
+
+
+def refuse_more(count: int, most: int, what: str) -> None:
+    """An error if a request has more of something than is allowed."""
+    if count > most:
+        raise RefusedError(413, f"{count:,} {what}; {most:,} are allowed")
+
+
 @dataclass(frozen=True)
 class About:
     """What the page says about the model."""
@@ -189,22 +198,14 @@ class Service:
         threading.Thread(target=self._compile, name="compiler", daemon=True).start()
 
     def _checked(self, text: str, target: str = "", source: str = "") -> _Request:
-        if len(text) > LONGEST:
-            raise RefusedError(
-                413, f"{len(text):,} characters are too many for the page; {LONGEST:,} are allowed"
-            )
+        refuse_more(len(text), LONGEST, "characters are too many for the page")
         try:
             target = choose_target(self.translator.tokenizer, source, target or self.about.target)
         except UserError as error:
             raise RefusedError(400, str(error)) from None
         text = " ".join(well_formed(text).split())
         pieces = [part for part in self.translator.pieces(text) if part.strip()]
-        if len(pieces) > PIECES:
-            raise RefusedError(
-                413,
-                f"this text is too much for one request: it comes to {len(pieces):,} pieces of "
-                f"what the model can read at once, and {PIECES} are allowed",
-            )
+        refuse_more(len(pieces), PIECES, TOO_MUCH)
         return _Request(target, pieces, time.monotonic(), shows_experts=True, source=source)
 
     def _work(self) -> None:

@@ -48,23 +48,30 @@ def identity(run: Run) -> dict[str, Any]:
         for language in sorted({task.foreign for task in run.tokenizer.tasks})
     }
     teacher = run.config.distill.teacher
-    found = {
-        "settings": {n: v for n, v in run.settings.items() if not n.startswith(unbound)},
+    settings = {n: v for n, v in run.settings.items() if not n.startswith(unbound)}
+    return {
+        "settings": _plain(settings),
         "vocabulary": run.tokenizer.digest,
         "text": text,
         "teacher": SavedWeights.of_teacher(run).digest() if teacher else "",
     }
-    return dict(json.loads(json.dumps(found)))  # as a checkpoint gives it back
 
 
-def refuse_changes(run: Run, mine: dict[str, Any], note: dict[str, Any] | None) -> None:
-    """An error if something that the losses depend on is not as the last checkpoint notes it."""
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """As a checkpoint gives it back."""
+    return dict(json.loads(json.dumps(settings)))
+
+
+def refuse_changes(
+    run: Run,
+    mine: dict[str, Any],
+    note: dict[str, Any] | None,
+    so: str = "its losses would differ; restore what changed, or start a new run",
+) -> None:
+    """An error if something that results depend on is not as a checkpoint notes it."""
     if note and (changed := differences(note["identity"], mine, note["step"])):
         lines = "\n  ".join(changed)
-        raise UserError(
-            f"{run.folder} is not as it was at step {note['step']}:\n  {lines}\n"
-            "its losses would differ; restore what changed, or start a new run"
-        )
+        raise UserError(f"{run.folder} is not as it was at step {note['step']}:\n  {lines}\n{so}")
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any], done: int) -> list[str]:
@@ -130,12 +137,11 @@ class SavedWeights:
             return self._released(like)
         checkpoints, step = self._checkpoints()
         found = checkpoints.restore_some(step, {"model": like})
-        if changed := self._changed(found["note"]):
-            lines = "\n  ".join(changed)
-            raise UserError(
-                f"{self.run.folder} is not as it was at step {step}:\n  {lines}\n"
-                "its translations would differ; restore what changed"
-            )
+        if saved := found["note"].get("identity"):
+            of_model = {n: v for n, v in self.run.settings.items() if n.startswith(_OF_THE_MODEL)}
+            now = {"settings": _plain(of_model), "vocabulary": self.run.tokenizer.digest}
+            so = "its translations would differ; restore what changed"
+            refuse_changes(self.run, {**saved, **now}, found["note"], so)
         return found["model"], step
 
     def _checkpoints(self) -> tuple[Any, int]:
@@ -143,20 +149,6 @@ class SavedWeights:
 
         checkpoints = Checkpoints(self.run.folder, read_only=True)
         return checkpoints, checkpoints.chosen(self.which)
-
-    def _changed(self, note: dict[str, Any]) -> list[str]:
-        """What the weights do not go with any more, of the model and vocabularies."""
-        if "identity" not in note:
-            return []
-        saved, settings = note["identity"], self.run.settings.items()
-        now = {
-            "settings": {n: v for n, v in settings if n.startswith(_OF_THE_MODEL)},
-            "vocabulary": self.run.tokenizer.digest,
-            # Which translating does not depend on:
-            "text": saved["text"],
-            "teacher": saved.get("teacher", ""),
-        }
-        return differences(saved, dict(json.loads(json.dumps(now))), note["step"])
 
     def _released(self, like: Any) -> tuple[Transformer, int]:
         """The weights of a release in the model's dtypes; the first process checks it before."""
