@@ -299,13 +299,13 @@ def context_mesh() -> Any:
     return None if mesh.empty else mesh
 
 
-def copied(eqn: Any, values: Sequence[Any], types: Sequence[Any] | None = None) -> list[Any] | None:
+def copied(eqn: Any, values: Any, types: Any = None, changed: Any = None) -> list[Any] | None:
     """The results of `eqn` on `values`, copied into the program that is being traced.
 
     The equation keeps its source information, and no rule of JAX runs again: on values of other
-    shapes its results have the `types` given. None where copying is not possible: equations with
-    effects, those that JAX decomposes after tracing (`jnp.searchsorted` since 0.12), or a release
-    of JAX that traces in another way.
+    shapes its results have the `types` given, and some parameters are `changed`. None where copying
+    is not possible: equations with effects, those that JAX decomposes after tracing
+    (`jnp.searchsorted` since 0.12), or a release of JAX that traces in another way.
     """
     trace, info = _core.trace_ctx.trace, eqn.source_info
     high = eqn.primitive.is_high(*(atom.aval for atom in eqn.invars), **eqn.params)
@@ -315,7 +315,7 @@ def copied(eqn: Any, values: Sequence[Any], types: Sequence[Any] | None = None) 
     if around.stack:
         info = info.replace(name_stack=around + info.name_stack)
     operands = [trace.to_jaxpr_tracer(value, info) for value in values]
-    own = eqn.primitive, eqn.params, eqn.effects
+    own = eqn.primitive, {**eqn.params, **(changed or {})}, eqn.effects
     return trace.emit_eqn(operands, types or [v.aval for v in eqn.outvars], *own, info, eqn.ctx)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,18 +17,15 @@ from gshard.graph.reason import Reason
 from gshard.moving.costs import timed
 from gshard.moving.fetch import fetch
 from gshard.moving.row_windows import plan_fetch
-from gshard.rules.base.rule import Context, Doc, Way, linear_in, linear_in_all, rule
-from gshard.rules.base.ways import by_factors
-from gshard.tensors.factors import Factors, Shape, Shapes, made_dims
+from gshard.rules.base.rule import BindLocal, Context, Doc, Way, linear_in, linear_in_all, rule
+from gshard.rules.base.ways import FactorSplit, by_factors
+from gshard.tensors.factors import Factors, Shape, made_dims
 from gshard.tensors.sharding import Sharding, Shardings, Targets
-from gshard.tensors.tile import Arrays, Tile, Tiles, byte_size
+from gshard.tensors.tile import Tile, Tiles, byte_size
 
 
 @rule(
     p.transpose_p,
-    local=lambda ctx, eqn, tiles, shapes: [
-        lax.transpose(tiles[0].array, eqn.params["permutation"])
-    ],
     level=0,
     linear=linear_in_all,
     doc=Doc(free="every dim"),
@@ -40,9 +38,7 @@ def transpose_factors(eqn: JaxprEqn) -> Factors:
 
 @rule(
     p.broadcast_in_dim_p,
-    local=lambda ctx, eqn, tiles, shapes: [
-        lax.broadcast_in_dim(tiles[0].array, shapes[0], eqn.params["broadcast_dimensions"])
-    ],
+    local=BindLocal(lambda eqn, shapes: {"shape": shapes[0]}),
     level=0,
     linear=linear_in((0,)),
     doc=Doc(free="every dim"),
@@ -64,16 +60,6 @@ def squeeze_factors(eqn: JaxprEqn) -> Factors:
     gone = eqn.params["dimensions"]
     names = [None if d in gone else f"d{d}" for d in range(len(eqn.invars[0].aval.shape))]
     return Factors.of(eqn, [names], [[n for n in names if n is not None]])
-
-
-def reshape_factors(eqn: JaxprEqn) -> Factors:
-    """Dims as products of the factors that both shapes have in common.
-
-    [12, 5] -> [3, 20] has the factors 3, 4, 5: the operand's dims are (3 4)(5), the result's
-    (3)(4 5). Dims that share no factors ([6, 4] -> [8, 3]) mix: the first of them may be split, as
-    its tiles are runs of the mixed dims' elements on either side; the others must be unsplit.
-    """
-    return _reshape_factors(eqn)[0]
 
 
 @dataclass(frozen=True)
@@ -157,10 +143,6 @@ def _match(
             at[s] += left[s] == 1
 
 
-def _reshape_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> Arrays:
-    return [lax.reshape(tiles[0].array, shapes[0])]
-
-
 def reshape_ways(
     eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int
 ) -> Iterator[Way]:
@@ -177,41 +159,55 @@ def reshape_ways(
                 rows = plan_fetch(split.tiles, size, starts, width, rows=have).sent
                 sent += rows * byte_size((*now[: m.first[0]], *now[m.end[0] :]), aval.dtype)
                 now[m.first[0] : m.end[0]] = [width]
+        mixed = [m for m in mixing if way.how.chosen[m.factor]]
+        way = way._replace(how=_MixedReshape(way.how, mixed)) if mixed else way
         yield way._replace(sent=timed(sent, 1)) if sent else way
+
+
+@dataclass(frozen=True)
+class _MixedReshape:
+    """A reshape of split dims that mix: their elements pass between tiles (Figure 4c)."""
+
+    layout: FactorSplit
+    mixed: Sequence[_Mixed]
+
+    def run(self, ctx: Context, eqn: JaxprEqn, _: Any, tiles: Tiles, targets: Targets) -> Tiles:
+        """The elements of each tile of the result are fetched, then reshaped."""
+        shape = tuple(eqn.outvars[0].aval.shape)
+        ((wanted, before),), ((result, local),) = self.layout.operands, self.layout.results
+        tile = ctx.reshard(tiles[0], wanted, Reason("operand", "reshape"))
+        for dim, rows in enumerate(before):
+            tile = ctx.retile(tile, dim, rows, Reason("operand", "reshape"))
+        for m in reversed(self.mixed):  # from the end, so that dim numbers stay
+            flat = _flattened(tile, m.first[0], m.end[0])
+            width = math.prod(local[m.first[1] : m.end[1]])
+            starts = np.arange(flat.sharding.tiles[m.first[0]]) * width
+            reason = Reason("step", "reshape", "elements of mixed dims between tiles")
+            x = fetch(ctx.place, flat, m.first[0], starts, width, reason)
+            tile = Tile(x, flat.sharding, flat.shape)
+        return [Tile(lax.reshape(tile.array, local), result, shape)]
 
 
 @rule(
     p.reshape_p,
-    factors=reshape_factors,
     ways=reshape_ways,
     level=0,
     linear=linear_in_all,
-    local=_reshape_local,
+    local=BindLocal(lambda eqn, shapes: {"new_sizes": shapes[0]}),
     doc=Doc(
         free="where the tiles divide the dims' common factors",
         halo="uneven splits, the first of dims that mix: the elements that change tiles",
         gather="later ones of dims that mix: AllGather",
     ),
 )
-def _reshape(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: Targets) -> Tiles:
-    """A local reshape; where mixed dims are split, elements pass between tiles (Figure 4c)."""
-    layout = way.how
-    mixed = [m for m in _reshape_factors(eqn)[1] if layout.chosen[m.factor]]
-    if not mixed:
-        return layout.run(ctx, eqn, _reshape_local, tiles, targets)
-    shape = tuple(eqn.outvars[0].aval.shape)
-    ((wanted, before),), ((result, local),) = layout.operands, layout.results
-    tile = ctx.reshard(tiles[0], wanted, Reason("operand", "reshape"))
-    for dim, rows in enumerate(before):
-        tile = ctx.retile(tile, dim, rows, Reason("operand", "reshape"))
-    for m in reversed(mixed):  # from the end, so that dim numbers stay
-        flat = _flattened(tile, m.first[0], m.end[0])
-        width = math.prod(local[m.first[1] : m.end[1]])
-        starts = np.arange(flat.sharding.tiles[m.first[0]]) * width
-        reason = Reason("step", "reshape", "elements of mixed dims between tiles")
-        x = fetch(ctx.place, flat, m.first[0], starts, width, reason)
-        tile = Tile(x, flat.sharding, flat.shape)
-    return [Tile(lax.reshape(tile.array, local), result, shape)]
+def reshape_factors(eqn: JaxprEqn) -> Factors:
+    """Dims as products of the factors that both shapes have in common.
+
+    [12, 5] -> [3, 20] has the factors 3, 4, 5: the operand's dims are (3 4)(5), the result's
+    (3)(4 5). Dims that share no factors ([6, 4] -> [8, 3]) mix: the first of them may be split, as
+    its tiles are runs of the mixed dims' elements on either side; the others must be unsplit.
+    """
+    return _reshape_factors(eqn)[0]
 
 
 def _flattened(tile: Tile, first: int, end: int) -> Tile:

@@ -163,9 +163,18 @@ def linear_in(*groups: Sequence[int], run: UnreducedRule | None = None) -> Linea
 linear_in_all = Linear(lambda eqn: (range(len(eqn.invars)),))
 
 
-def bind_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -> Arrays:
-    """The primitive itself, on local arrays."""
-    return bind(eqn, [t.array for t in tiles])
+@dataclass(frozen=True)
+class BindLocal:
+    """The primitive itself, on local arrays; with `params` for results of these local shapes."""
+
+    params: Callable[[JaxprEqn, Sequence[Shape]], Mapping[str, Any]] = lambda eqn, shapes: {}
+
+    def __call__(self, ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -> Arrays:
+        """The local results."""
+        return bind(eqn, [t.array for t in tiles], **self.params(eqn, shapes))
+
+
+bind_local = BindLocal()
 
 
 def cheapest(ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: Tiles, targets: Targets) -> Way:

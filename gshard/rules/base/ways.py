@@ -25,7 +25,16 @@ from gshard.moving.costs import worked
 from gshard.moving.partial import combine, combine_cost
 from gshard.moving.plan import reshard_cost
 from gshard.moving.reductions import mask_for
-from gshard.rules.base.rule import Context, LocalOp, Rule, Shares, Way, Work, factors_of
+from gshard.rules.base.rule import (
+    BindLocal,
+    Context,
+    LocalOp,
+    Rule,
+    Shares,
+    Way,
+    Work,
+    factors_of,
+)
 from gshard.tensors.factors import (
     Assignment,
     Factor,
@@ -168,11 +177,12 @@ class FactorSplit:
         """The results of `eqn` in place, without elements."""
         return self._of(eqn, self._types(eqn))
 
-    def copied(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tiles | None:
+    def copied(self, eqn: JaxprEqn, local: BindLocal, tiles: Sequence[Tile]) -> Tiles | None:
         """The results of `eqn` on these tiles, as it is; None where it does not run in place."""
         if not self._takes(tiles):
             return None
-        arrays = copied(eqn, [t.array for t in tiles], self._types(eqn))
+        params = local.params(eqn, [shape for _, shape in self.results])
+        arrays = copied(eqn, [t.array for t in tiles], self._types(eqn), params)
         return arrays and self._of(eqn, arrays)
 
     def _takes(self, tiles: Sequence[Tile]) -> bool:
