@@ -80,7 +80,7 @@ def pipeline(
         error.args = (f"{here()}: gshard.pipeline: {error}",)
         raise
     best = min(runs, key=lambda run: run.rank)
-    found = best.call(*best.operands[:3], *map(jax.tree.leaves, _cut((x, targets), best.count)))
+    found = best.call(*best.operands)
     if head is None:
         found = [jnp.swapaxes(y, 0, 1).reshape(-1, *y.shape[2:]) for y in found]
     return jax.tree.unflatten(best.results, found)
@@ -129,8 +129,8 @@ def _given(schedule: str | Schedule, stages: int | str, microbatches: int) -> Sc
 class _Run:
     """A pipeline as a function of its flat operands, with a gradient of its own.
 
-    `operands` are the head's closures, closures, weights, and types of inputs and targets; `block`
-    and `head` are programs of these.
+    `operands` are the head's closures, closures, weights, inputs and targets; `block` and `head`
+    are programs of these.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class _Run:
         targets: Tree, count: int,
     ):  # fmt: skip
         self.count, self.depth = count, _leading(weights, "weights", "layers")
-        inputs, goals = jax.eval_shape(functools.partial(_cut, count=count), (x, targets))
+        inputs, goals = _cut((x, targets), count)
         of_layer, of_input, of_target = (
             jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a)[1:], a.dtype), part)
             for part in (weights, inputs, goals)

@@ -72,10 +72,6 @@ class Stages:
         )
         return Sharding((*lead, *splits), self.devices, False, tuple(s for s in unreduced if s))
 
-    def placed(self, tile: Tile, kind: Tile, *lead: Split | None) -> Any:
-        """What a device has of an operand, as the stages need it."""
-        return self.ctx.reshard(tile, self.outside(kind, *lead), _OPERAND).array
-
     def summed(self, array: Any, kind: Tile, *rows: int) -> Tile:
         """A value that is the sum of what the stages have; as many such values as `rows`."""
         sharding = self.outside(kind, *(None for _ in rows))
@@ -190,8 +186,11 @@ def _partition(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], _: list[Sharding]
         head = stages.piece(score, [*own, *inputs, *targets, *cotangents], gradients, share)
     leading = ((), (), (stages.split,), (None,), (None,), ())  # dims before those of a layer
     arrays = [
-        [stages.placed(t, kind, *lead) for t, kind in zip(part, kinds, strict=True)]
-        for part, kinds, lead in zip(parts, kinds, leading, strict=True)
+        [
+            ctx.reshard(t, stages.outside(k, *lead), _OPERAND).array
+            for t, k in zip(*both, strict=True)
+        ]
+        for *both, lead in zip(parts, kinds, leading, strict=True)
     ]
     found = iter(Machine(pipe, (ahead, behind, late, head), arrays, ctx.place).run())
     scores = head.kinds[: len(head.kinds) - len(gradients)] if head else ()

@@ -22,7 +22,7 @@ from gshard.graph.source import Ticks
 from gshard.moving import collectives
 from gshard.pipelining.meaning import Arrays, Pipe, added, cut
 from gshard.pipelining.passes import floats, is_float
-from gshard.pipelining.schedules import BOTH, HEAD, LOCAL, B, F, Pairs, Row, W
+from gshard.pipelining.schedules import BOTH, HEAD, B, F, Row, W
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.keys import is_key_type
@@ -74,12 +74,16 @@ class Machine:
         def tick(carry: Carry, columns: Any) -> tuple[Carry, None]:
             """One operation, then what it hands on, to neighbours or to itself."""
             row, (state, inbox, batch) = jax.tree.unflatten(tree, list(columns)), carry
-            state = self.forward(row, state._replace(message=self._received(row, inbox)))
-            message, *_ = state = self.backward(row, state)
+            state = self._layers((F, HEAD), row, state._replace(message=self._received(row, inbox)))
+            if self.passes[3]:
+                state = self._repeated((HEAD,), row, state, functools.partial(self._scored, row))
+            for op in (BOTH, B, W):
+                state = self._layers((op,), row, state)
+            message = state.message
             batch = put(batch, self._leaving(message), row.batch)
             for channel, slot in enumerate(row.receive):
                 number = jnp.where(state.done < 0, 0, row.sends[channel])
-                inbox = put(inbox, self.handed_on(message, channel, number), slot)
+                inbox = put(inbox, self._handed_on(message, channel, number), slot)
             return (state._replace(message=[], done=0), inbox, batch), None
 
         table = np.stack(leaves, -1).astype(np.int32).swapaxes(0, 1)
@@ -125,56 +129,41 @@ class Machine:
         is_first = row.inbox == self.pipe.routes.slots[0]
         return [jnp.where(is_first, a, b) for a, b in zip(*given, strict=True)]
 
-    def forward(self, row: Row, state: State) -> State:
-        """F: the output is handed on, or for the head, whose gradient B of this stage takes."""
-        head = self.passes[3]
+    def _layer(self, op: int, row: Row, layer: Any, state: State) -> State:
+        """What an operation does for a layer: the result of F or B is handed on.
 
-        def one(layer: Any, state: State) -> State:
-            y, residuals = cut(self._pass(0, row, layer, state.message), len(state.message))
-            saved = put(state.saved, residuals, self._slot(row.saved, layer))
-            return state._replace(message=y, saved=saved)
-
-        def scored(_: Any, state: State) -> State:
-            assert head
-            y, targets = state.message, taken(self.arrays[4], row.microbatch)
-            found = head.run(*self.arrays[0], *y, *targets, *self.arrays[5])
-            own, gradient = cut(found, len(state.scores))
-            message, scores = _with_floats(y, gradient), added(state.scores, own)
-            return state._replace(message=message, scores=scores, done=state.done + 1)
-
-        state = self._layers((F, HEAD), row, state, one)
-        return self._repeated((HEAD,), row, state, scored) if head else state
-
-    def backward(self, row: Row, state: State) -> State:
-        """B and W: the gradient of the input is handed on, or leaves; the others are added up.
-
-        Where W comes later, what it needs is kept. Otherwise both are done for a layer at once: for
-        the upper half of the layers in the tick of B, and for the lower half in that of W.
+        Where W comes later than B, what it needs is kept. Otherwise both are done for a layer at
+        once: for the upper half of the layers in the tick of B, for the lower half in that of W.
         """
+        message = state.message
+        if op == F:
+            message, residuals = cut(self._pass(0, row, layer, message), len(message))
+            saved = put(state.saved, residuals, self._slot(row.saved, layer))
+            return state._replace(message=message, saved=saved)
+        if op == W:
+            needed = taken(state.kept, self._slot(row.kept, layer))
+        else:
+            g, residuals = floats(message), taken(state.saved, self._slot(row.saved, layer))
+            g, needed = cut(self._pass(1, row, layer, residuals, g), len(g))
+            state = state._replace(message=_with_floats(message, g))
+        if op == B:
+            return state._replace(kept=put(state.kept, needed, self._slot(row.kept, layer)))
+        own, gradients = cut(self._pass(2, row, layer, needed), len(state.closures))
+        slot = self._slot(row.chunk, layer)
+        weights = put(state.weights, added(taken(state.weights, slot), gradients), slot)
+        return state._replace(closures=added(state.closures, own), weights=weights)
 
-        def one(op: int, layer: Any, state: State) -> State:
-            if op == W:
-                needed = taken(state.kept, self._slot(row.kept, layer))
-            else:
-                residuals = taken(state.saved, self._slot(row.saved, layer))
-                g = floats(state.message)
-                g, needed = cut(self._pass(1, row, layer, residuals, g), len(g))
-                state = state._replace(message=_with_floats(state.message, g))
-            if op == B:
-                return state._replace(kept=put(state.kept, needed, self._slot(row.kept, layer)))
-            own, gradients = cut(self._pass(2, row, layer, needed), len(state.closures))
-            slot = self._slot(row.chunk, layer)
-            weights = put(state.weights, added(taken(state.weights, slot), gradients), slot)
-            return state._replace(closures=added(state.closures, own), weights=weights)
+    def _scored(self, row: Row, _: Any, state: State) -> State:
+        """The head, after the last F: the gradient of the scores is what B of this stage takes."""
+        y, targets, (*_, head) = state.message, taken(self.arrays[4], row.microbatch), self.passes
+        assert head
+        found = head.run(*self.arrays[0], *y, *targets, *self.arrays[5])
+        own, gradient = cut(found, len(state.scores))
+        message, scores = _with_floats(y, gradient), added(state.scores, own)
+        return state._replace(message=message, scores=scores, done=state.done + 1)
 
-        for op in (BOTH, B, W):
-            state = self._layers((op,), row, state, functools.partial(one, op))
-        return state
-
-    def _layers(
-        self, ops: tuple[int, ...], row: Row, state: State, run: Callable[[Any, State], State]
-    ) -> State:
-        """`run` for every layer of this tick's operation, if that is one of `ops`.
+    def _layers(self, ops: tuple[int, ...], row: Row, state: State) -> State:
+        """Every layer of this tick's operation, if that is one of `ops`.
 
         One loop has the constant number of layers that every such tick has, one the others: a GPU
         waits for the host in every run of a loop whose length is data. XLA may not see that a layer
@@ -185,7 +174,7 @@ class Machine:
 
         def one(number: Any, state: State) -> State:
             layer = row.base + (number if F in ops else row.layers - 1 - number)
-            return run(layer, state._replace(done=state.done + 1))
+            return self._layer(ops[0], row, layer, state._replace(done=state.done + 1))
 
         def first(zero: Any, state: State) -> State:
             return lax.fori_loop(0, least, lambda number, state: one(zero + number, state), state)
@@ -230,27 +219,26 @@ class Machine:
         """The row of a layer, in a buffer with a row for each."""
         return first * max(self.pipe.layers) + layer
 
-    def handed_on(self, sent: Arrays, channel: int, number: Any) -> Arrays:
+    def _handed_on(self, sent: Arrays, channel: int, number: Any) -> Arrays:
         """What arrives on a channel from the stages that have something to send."""
-        name, sets = list(self.pipe.routes.send.items())[channel]
-        if name == LOCAL:
+        distance, sets = list(self.pipe.routes.send.items())[channel]
+        if distance == 0:
             return sent
-        counts = np.bincount(self.pipe.routes.rows.sends[channel][:, 0], minlength=len(sets))
-        stages = range(self.pipe.schedule.stages)
-        sending = np.array([[stage in dict(pairs) for pairs in sets] for stage in stages])
-        own = max((counts * sending).tolist(), key=sum)
-        together = {1 << n: count for n, count in enumerate(counts.tolist())}
+        name = {1: "down", -1: "up"}.get(distance, "around" if distance < 0 else "back")
         reason = Reason("step", "pipeline", f"microbatches handed {name}")
-        size = self.place.num_devices // len(stages)
+        size = self.place.num_devices // self.pipe.schedule.stages
 
-        def permute(pairs: Pairs, arrays: Arrays) -> Arrays:
-            devices = [(a * size + d, b * size + d) for a, b in pairs for d in range(size)]
-            if not devices:
+        def permute(senders: np.ndarray, arrays: Arrays) -> Arrays:
+            first = np.flatnonzero(np.repeat(senders, size))
+            pairs = list(zip(first.tolist(), (first + distance * size).tolist(), strict=True))
+            if not pairs:
                 return arrays
-            return [collectives.collective_permute(self.place, x, devices, reason) for x in arrays]
+            return [collectives.collective_permute(self.place, x, pairs, reason) for x in arrays]
 
-        with Ticks(tuple(own), together).scope():
-            return lax.switch(number, [functools.partial(permute, pairs) for pairs in sets], sent)
+        counts = np.bincount(self.pipe.routes.rows.sends[channel][:, 0], minlength=len(sets))
+        own = max((counts * sets.T).tolist(), key=sum)
+        with Ticks(tuple(own), {1 << n: int(count) for n, count in enumerate(counts)}).scope():
+            return lax.switch(number, [functools.partial(permute, each) for each in sets], sent)
 
 
 def put(buffers: Arrays, values: Arrays, row: Any) -> Arrays:

@@ -26,10 +26,9 @@ IDLE, F, B, W = range(4)
 HEAD, BOTH = 4, 5  # the last forward pass, and the head after it; B and W of a layer at once
 Seconds = tuple[float, ...]  # of IDLE, F, B, W and BOTH of a layer, and of HEAD without F
 EQUAL: Seconds = (0.0, 1.0, 1.0, 1.0, 0.0, 2.0)
-LETTERS, LOCAL = ".FBW", "local"
+LETTERS = ".FBW"
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 Work = tuple[int, int, int]  # an operation, the position it is at, and the microbatch
-Pairs = tuple[tuple[int, int], ...]
 Stored = tuple[Work, Work, int]  # who makes a value, who reads it, and the slot it is in
 
 
@@ -263,13 +262,13 @@ class Row(NamedTuple):
 class Routes:
     """`rows` are tables of integers, [ticks, stages].
 
-    `send[channel]` are the sets of pairs of stages that send at the same time: open chains, since a
-    channel is between the same neighbours. `rows.sends` are the numbers of these sets, 0 for none.
-    What nobody needs is received in the slot after the last.
+    A channel is a distance: `send[distance]` are the sets of stages that send so far at the same
+    time, [sets, stages], and `rows.sends` the numbers of these sets. What nobody needs is received
+    in the slot after the last.
     """
 
     rows: Row
-    send: dict[str, list[Pairs]]
+    send: dict[int, np.ndarray]
     slots: tuple[int, int, int]  # of the inbox, of residuals, of what weight gradients need
     spent: np.ndarray  # seconds
 
@@ -280,9 +279,10 @@ class Routes:
         ends, cause = np.zeros(stages), np.zeros((ticks, stages), int)
         for tick, spent in enumerate(self.spent):
             ends, cause[tick] = ends + spent, np.arange(stages)
-            for sets, which in zip(self.send.values(), self.rows.sends, strict=True):
+            for (distance, sets), which in zip(self.send.items(), self.rows.sends, strict=True):
                 before, why = ends.copy(), cause[tick].copy()
-                for a, b in sets[which[tick, 0]]:
+                for a in np.flatnonzero(sets[which[tick, 0]]):
+                    b = a + distance
                     last, other = (a, b) if before[a] > before[b] else (b, a)
                     if before[last] > ends[other]:
                         ends[other], cause[tick, other] = before[last], why[last]
@@ -338,15 +338,12 @@ def _routed(
             row.batch[here] = row.batch[here] if reader in at else m
     messages, slots = _stored(schedule, handed)
     row.inbox[:] = slots
-    sent: dict[str, list[list[tuple[int, int]]]] = {}
-    receive: dict[str, np.ndarray] = {}
+    channels = dict[int, tuple[np.ndarray, np.ndarray]]()  # who sends, and where it is received
     for made, read, slot in messages:
         (tick, source), (_, to) = at[made], at[read]
-        around = "around" if source > to else "back"
-        channel = {0: LOCAL, 1: "down", -1: "up"}.get(to - source, around)
-        sent.setdefault(channel, [[] for _ in op])[tick].append((source, to))
-        receive.setdefault(channel, np.full_like(op, slots))[tick, to] = slot
-        row.inbox[at[read]] = slot
+        empty = np.zeros(op.shape, bool), np.full_like(op, slots)
+        sent, received = channels.setdefault(to - source, empty)
+        sent[tick, source], received[tick, to], row.inbox[at[read]] = True, slot, slot
     counts = [slots]
     for table, waiting in ((row.saved, residuals), (row.kept, pending)):
         values, slots = _stored(schedule, waiting)
@@ -354,14 +351,14 @@ def _routed(
         for (_, n, m), _, slot in values:
             for kind in (F, B, W):
                 table[at[kind, n, m]] = slot
-    send, sends = dict[str, list[Pairs]](), list[np.ndarray]()
-    for channel, ticks in sent.items():
-        found = [tuple(sorted(pairs)) for pairs in ticks]
-        send[channel] = sorted({(), *found})
-        sends.append(np.array([send[channel].index(pairs) for pairs in found])[:, None] + 0 * op)
+    found = [np.unique(sent, axis=0, return_inverse=True) for sent, _ in channels.values()]
     own = np.array(seconds)[np.where(op == HEAD, F, op)]
     spent = row.layers * own + (op == HEAD) * seconds[HEAD]
-    row = row._replace(receive=tuple(receive.values()), sends=tuple(sends))
+    row = row._replace(
+        receive=tuple(received for _, received in channels.values()),
+        sends=tuple(which.reshape(-1, 1) + 0 * op for _, which in found),
+    )
+    send = dict(zip(channels, (sets for sets, _ in found), strict=True))
     return Routes(row, send, (counts[0], counts[1], counts[2]), spent)
 
 

@@ -1,5 +1,6 @@
 """Routes: nothing in a slot or on its way is overwritten before it is read."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,7 +8,6 @@ from gshard.pipelining.schedules import (
     BOTH,
     HEAD,
     IDLE,
-    LOCAL,
     NAMES,
     B,
     F,
@@ -26,11 +26,11 @@ def layers_of(op, here, joined):
 
 def deliver(routes, tick, sent, inbox):
     """Put what was sent in a tick into slots that are free."""
-    for number, channel in enumerate(routes.send):
+    for number, (distance, sets) in enumerate(routes.send.items()):
         (which,) = set(routes.rows.sends[number][tick].tolist())
-        pairs = routes.send[channel][which]
-        assert channel == LOCAL or all(a != b for a, b in pairs)
-        for a, b in pairs:
+        for a in np.flatnonzero(sets[which]):
+            b = a + distance
+            assert 0 <= b < len(inbox)
             slot = routes.rows.receive[number][tick, b]
             assert slot < routes.slots[0]
             assert slot not in inbox[b]
