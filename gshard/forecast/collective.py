@@ -64,9 +64,8 @@ def reach(topology: Topology, groups: Groups) -> int:
 @functools.lru_cache(maxsize=4096)
 def _permute(topology: Topology, pairs: Groups) -> tuple[float, float]:
     source, target = np.array(pairs).T
-    return topology.seconds((source, target, np.ones(len(source)))), topology.latency(
-        source, target
-    )
+    flows: Flows = (source, target, np.ones(len(source)))
+    return topology.seconds(flows), topology.latency(source, target)
 
 
 @functools.lru_cache(maxsize=4096)

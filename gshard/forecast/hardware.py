@@ -33,6 +33,7 @@ class Efficiency:
 
     products: float = 1.0  # of the peak rate, by matrix products and convolutions
     memory: float = 1.0  # of the memory's bandwidth, by everything else
+    updates: float = 1.0  # of that share, by updates in place: one core of a CPU writes the rows
     links: float = 1.0  # of the links' bandwidth, by collectives
     operator_seconds: float = 0.0  # to start one fused operator
     skew_seconds: float = 0.0  # skew between devices at a collective, per hop across its group

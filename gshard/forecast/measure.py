@@ -29,6 +29,7 @@ def measured(rounds: int = 20, rate_of: Callable[[Sequence[float]], float] = max
     dtypes = ("float32", "float32_exact", "bfloat16", "float64")
     probes = {
         "bandwidth": _bandwidth(values),
+        "updates": _updates(values // 4),
         **{dtype: _products(dtype, rows) for dtype in dtypes},
         "operator": _operator(),
         "started": _exchange(20, 8),
@@ -48,7 +49,10 @@ def measured(rounds: int = 20, rate_of: Callable[[Sequence[float]], float] = max
         memory if on_cpu else device.memory_stats()["bytes_limit"],
         found["bandwidth"],
         network if on_cpu or devices > 1 else present().network,
-        Efficiency(operator_seconds=found["operator"]),
+        Efficiency(
+            updates=min(1.0, round(found["updates"] / found["bandwidth"], 3)),
+            operator_seconds=found["operator"],
+        ),
         device.platform,
     ).as_toml(f"By `python -m gshard.forecast.measure`: {devices} devices while all of them work.")
 
@@ -85,6 +89,18 @@ def _products(dtype: str, n: int) -> Probe:
 def _bandwidth(n: int) -> Probe:
     a = jnp.ones((jax.device_count(), n), jnp.float32)
     return 2.0 * 4 * n, _ready(lambda a: a + 1, a)
+
+
+def _updates(n: int, rows: int = 8, times: int = 32) -> Probe:
+    """Rows that are written in place: XLA for CPUs has one core do that."""
+
+    def written(a: jax.Array) -> jax.Array:
+        def one(i: Any, buffer: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(buffer, a[0] + i, i % rows, 0)
+
+        return jax.lax.fori_loop(0, times, one, a)
+
+    return 2.0 * 4 * n * times, _ready(written, jnp.ones((jax.device_count(), rows, n)))
 
 
 def _operator(count: int = 100) -> Probe:

@@ -298,25 +298,9 @@ def trace(forecast: Forecast) -> dict[str, Any]:
     now = 0.0
     for t in forecast.operators:
         length = float(t.total_seconds) * 1e6
-        events.append(
-            {
-                "ph": "X",
-                "pid": 1,
-                "tid": 2 if t.collective else 1,
-                "ts": now,
-                "dur": length,
-                "name": t.collective or t.name,
-                "cat": t.phase,
-                "args": {
-                    "line": t.source,
-                    "runs": t.count,
-                    "bound by": t.bound,
-                    "flops": t.flops,
-                    "bytes": t.bytes,
-                    "sent": t.sent,
-                    "reason": t.reason,
-                },
-            }
-        )
+        told = {"line": t.source, "runs": t.count, "bound by": t.bound, "reason": t.reason}
+        told |= {"flops": t.flops, "bytes": t.bytes, "sent": t.sent}
+        ran = {"ph": "X", "pid": 1, "tid": 2 if t.collective else 1, "ts": now, "dur": length}
+        events.append({**ran, "name": t.collective or t.name, "cat": t.phase, "args": told})
         now += length
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -16,7 +16,7 @@ from gshard.forecast.collective import Topology, collective_terms, reach
 from gshard.forecast.dataflow import Body, DeviceOperator
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.schedule import overlapped
-from gshard.forecast.work import Work, moved_bytes, multiplies, work_of
+from gshard.forecast.work import Work, moved_bytes, multiplies, updates, work_of
 from gshard.graph.regions import bodies
 from gshard.graph.source import phase_of, reason_of, scopes_of, site_of, source_of, trips
 from gshard.moving.inventory import combined_values, shares, transfers
@@ -127,7 +127,7 @@ def _timed(
         peak += busy
         sent += t.sent(topology.devices)
     work = Work(0.0, 0.0, moved_bytes(operator)) if moves else work_of(operator, machine)
-    others = len(operator.members) - 1
+    others, share = len(operator.members) - 1, efficiency.updates if updates(operator) else 1.0
     return Timed(
         name=root.name + (f" and {others} more" if others else ""),
         source=source,
@@ -140,7 +140,7 @@ def _timed(
         bytes=work.bytes,
         sent=sent,
         arithmetic_seconds=work.seconds,
-        memory_seconds=work.bytes / (machine.memory_bandwidth * efficiency.memory),
+        memory_seconds=work.bytes / (machine.memory_bandwidth * efficiency.memory * share),
         link_seconds=links,
         start_seconds=efficiency.operator_seconds,
         roofline_seconds=max(

@@ -4,11 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from gshard.forecast import measure
+from gshard.forecast import forecast, measure
 from gshard.forecast.hardware import _MACHINES, Hardware, hardware, known, present, read, several
 
 
@@ -153,7 +155,7 @@ def test_the_default_is_what_jax_says_the_devices_are(kind, name, monkeypatch):
 
 
 def test_measured_hardware_can_be_read_on_cpus_and_gpus(monkeypatch, tmp_path):
-    for name in ("_products", "_bandwidth", "_exchange"):
+    for name in ("_products", "_bandwidth", "_updates", "_exchange"):
         monkeypatch.setattr(measure, name, lambda *given: (1e9, jax.devices))
     monkeypatch.setattr(measure, "_operator", lambda: (1.0, jax.devices))
     path = tmp_path / "mine.toml"
@@ -174,6 +176,22 @@ def test_measured_hardware_can_be_read_on_cpus_and_gpus(monkeypatch, tmp_path):
     found = hardware(path)
     assert (found.name, found.compiler, found.memory) == ("NVIDIA H200", "gpu", 10**11)
     assert found.network == hardware("h200").network, "one GPU has nobody to send to"
+
+
+def test_rows_written_in_place_take_the_time_of_one_core():
+    """XLA for CPUs has no threads for them; what is read from such a buffer has all."""
+
+    def fn(buffer, row):
+        buffer = jax.lax.dynamic_update_slice_in_dim(buffer, jnp.sin(row), 2, 0)
+        return buffer, jnp.sum(jax.lax.dynamic_slice_in_dim(buffer, 1, 2))
+
+    jaxpr = jax.make_jaxpr(fn)(jnp.zeros((8, 4096)), jnp.zeros((1, 4096))).jaxpr
+    cpu = hardware("cpu")
+    slow = cpu.replace(efficiency=replace(cpu.efficiency, updates=0.25))
+    pairs = zip(*(forecast(jaxpr, 1, each).operators for each in (cpu, slow)), strict=True)
+    longer = {one.name: other.memory_seconds / one.memory_seconds for one, other in pairs}
+    assert longer.pop("dynamic_update_slice") == pytest.approx(4)
+    assert set(longer.values()) == {1.0}
 
 
 def test_help_of_the_measurement_measures_nothing():
