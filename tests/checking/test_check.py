@@ -172,6 +172,16 @@ def test_empty_results_whose_other_dim_is_split():
     assert report.exact, report
 
 
+def test_draws_by_keys_of_their_own():
+    """Of a distribution that is drawn from until a number is accepted: each device its elements."""
+
+    def fn(x):
+        return jax.random.gamma(jax.random.key(3), jnp.exp(gshard.split(x, 0, D)))
+
+    report = gshard.check(fn, random_array((13, 3)), devices=D)
+    assert report.exact, report
+
+
 def check_random(case, dtype):
     devices, shapes, inputs, steps = case
 

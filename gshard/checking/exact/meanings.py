@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.core.primitives import scatter_p
 
-from gshard._jax import ragged_dot_dense, without_mesh
+from gshard._jax import gamma_one, ragged_dot_dense, without_mesh
 from gshard.checking.exact.number import is_float
 from gshard.checking.on_host import signature
 from gshard.graph.windows import convolution, fourier, window_places, window_sum
@@ -108,6 +109,14 @@ def _scatter_apply(q: Params, x: jax.Array, indices: jax.Array, new: jax.Array) 
     return lax.while_loop(lambda state: (state[0] > 0).any(), again, (times, x))[1]
 
 
+def _gamma(q: Params, keys: jax.Array, alpha: jax.Array) -> jax.Array:
+    """A key of its own for every element, which draws until a number is accepted."""
+    own = keys.ravel()
+    each = jax.vmap(lambda key: jax.random.split(key, alpha.size // own.size))(own)
+    one = functools.partial(gamma_one, log_space=q["log_space"])
+    return jax.vmap(one)(each.ravel(), alpha.ravel()).reshape(alpha.shape)
+
+
 def _cumulative(combine: Operator) -> Operator:
     return lambda q, x: lax.associative_scan(combine, x, reverse=q["reverse"], axis=q["axis"])
 
@@ -122,6 +131,7 @@ MEANINGS: dict[str, Operator] = {
     "reduce_window_min": lambda q, x: jnp.stack(window_places(q, x, np.inf)).min(0),
     "select_and_scatter_add": _select_and_scatter_add,
     "select_and_gather_add": _select_and_gather_add,
+    "random_gamma": _gamma,
     "ragged_dot_general": lambda q, *xs: ragged_dot_dense(*xs, **q),
     "fft": _fourier,
     "cumprod": _cumulative(lax.mul),

@@ -74,7 +74,7 @@ def _local(
         return on_host.on_each(eqn, operands, active)
     if name in _CALLBACKS:
         return [_hash_of_all(eqn, operands, n, ()) for n in range(len(eqn.outvars))]
-    if eqn.primitive in _SOLVERS or name == "random_gamma":
+    if eqn.primitive in _SOLVERS:
         return _solved(eqn, operands)
     if name in ON_ELEMENTS and of_floats:
         return [opaque(eqn, *wide)]
@@ -102,9 +102,8 @@ def _doubtful(made: Value, number: int, eqn: JaxprEqn) -> Value:
 
 
 def _solved(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
-    """Unknown functions of a matrix, or of a key and what is drawn by it, for each of a batch."""
-    inside = 2 if eqn.primitive in _SOLVERS else 0
-    batch = tuple(range(1, 1 + eqn.invars[0].aval.ndim - inside))
+    """Unknown functions of a matrix, for each of a batch."""
+    batch = tuple(range(1, operands[0].ndim - 2))
     return [
         replace(_hash_of_all(eqn, operands, n, batch), f=made.f)
         if isinstance(made, Exact)
