@@ -82,10 +82,13 @@ def add(a: Array, b: Array) -> Array:
     return _once(a + b)
 
 
-@_in_blocks
-def sub(a: Array, b: Array) -> Array:
-    """The difference."""
-    return _once(a + (P - b))
+def _difference(a: Array, b: Array, modulus: Array = P) -> Array:
+    return _once(a + (modulus - b), modulus)
+
+
+# Differences of numbers, and of exponents.
+sub = _in_blocks(_difference)
+sub_exponents = _in_blocks(functools.partial(_difference, modulus=_ORDER))
 
 
 @_in_blocks
@@ -236,22 +239,13 @@ def mixed(key: Any, *values: Array) -> Array:
     return found
 
 
-@_in_blocks
-def hashed(key: Any, *values: Array) -> Array:
-    """Keyed hashes, as elements of the field."""
-    return _once(mixed(key, *values) >> u64(3))
+def _hash(key: Any, *values: Array, modulus: Array = P) -> Array:
+    return _once(mixed(key, *values) >> u64(3), modulus)
 
 
-@_in_blocks
-def exponent_of(key: Any, values: Array) -> Array:
-    """Keyed hashes, as exponents."""
-    return _once(mixed(key, values) >> u64(3), _ORDER)
-
-
-@_in_blocks
-def sub_exponents(a: Array, b: Array) -> Array:
-    """The difference of two exponents."""
-    return _once(a + (_ORDER - b), _ORDER)
+# Keyed hashes, as elements of the field and as exponents.
+hashed = _in_blocks(_hash)
+exponent_of = _in_blocks(functools.partial(_hash, modulus=_ORDER))
 
 
 @functools.cache

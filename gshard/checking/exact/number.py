@@ -146,11 +146,6 @@ def at(value: Value, index: Any) -> Value:
     return moved(lambda a: a[index], value)
 
 
-def reshaped(value: Value, order: Sequence[int], shape: Sequence[int] = ()) -> Value:
-    """A value with its dims in another order, and then of another shape, if one is given."""
-    return moved(lambda a: a.transpose(order).reshape(shape or a.transpose(order).shape), value)
-
-
 def joined(join: Callable[[Sequence[np.ndarray]], np.ndarray], values: Sequence[Value]) -> Value:
     """One value of the elements of several."""
     first = next((v for v in values if isinstance(v, Exact)), None)

@@ -30,7 +30,6 @@ from gshard.checking.exact.number import (
     of_array,
     operator_once,
     plain,
-    reshaped,
     times,
 )
 from gshard.checking.exact.pointwise import (
@@ -255,6 +254,10 @@ def _dot_general(eqn: JaxprEqn, a: Value, b: Value) -> Value:
     contracted, batch = eqn.params["dimension_numbers"]
     sides: list[Exact] = []
     free: list[int] = []
+
+    def as_matrices(array: np.ndarray) -> np.ndarray:
+        return array.transpose(order).reshape(matrix)
+
     for x, own, shared in zip((a, b), contracted, batch, strict=True):
         rest = [d for d in range(x.ndim - 1) if d not in own and d not in shared]
         groups = [shared, own, rest] if sides else [shared, rest, own]
@@ -262,7 +265,7 @@ def _dot_general(eqn: JaxprEqn, a: Value, b: Value) -> Value:
         sizes = [[x.shape[1 + d] for d in group] for group in groups]
         matrix = (x.shape[0], *sizes[0], math.prod(sizes[1]), math.prod(sizes[2]))
         free += [x.shape[1 + d] for d in rest]
-        sides.append(reshaped(x, order, matrix))
+        sides.append(moved(as_matrices, x))
     left, right = sides
     shape = [*left.shape[:-2], *free]
     parts = times(lambda x, y: field.matmul(x, y).reshape(shape), left, right)
