@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.comparing.step import Step
-from gshard.explanation.costs import LineCost, summed
+from gshard.explanation.findings import LineCost, summed
 from gshard.explanation.hlo import HloProgram
 from gshard.forecast import Forecast, Hardware, hardware
 from gshard.forecast.collective import Topology, collective_terms, reach

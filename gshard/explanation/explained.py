@@ -9,8 +9,7 @@ import base64
 import html
 from collections.abc import Iterator, Mapping, Sequence
 
-from gshard.explanation.costs import LineCost
-from gshard.explanation.findings import EXPLAINED, LINES, QUICK, Findings
+from gshard.explanation.findings import EXPLAINED, LINES, QUICK, Findings, LineCost
 from gshard.explanation.page import page
 from gshard.forecast import Forecast
 from gshard.forecast.report import per_second

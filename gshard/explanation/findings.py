@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gshard.explanation.costs import ROUNDING, LineCost, bounds, by_kind, by_line, counts, headline
 from gshard.explanation.fixes import FixSearch, Progress, search
 from gshard.explanation.names import LocalNames, Names, shape
 from gshard.explanation.subject import Subject
@@ -16,13 +16,68 @@ from gshard.explanation.why import Why
 from gshard.forecast import Forecast
 from gshard.graph.readable import duration, size
 from gshard.graph.source import source_of
+from gshard.moving.inventory import Collective
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import byte_size
 
+ROUNDING = 1e-9  # seconds: less is a difference of rounded sums
+_BOUNDS = {"arithmetic": "compute", "memory": "memory traffic", "links": "communication"}
 EXPLAINED = 6  # lines that are explained, the costliest first
 LINES = 12  # of each list of a text: the largest first
 _LARGE = 0.02  # a replicated value is named if it takes this share of the arguments
 QUICK = 1500  # equations up to which changes of annotations are tried without being asked
+
+
+@dataclass(frozen=True)
+class LineCost:
+    """The collectives of one line, or of one kind, together."""
+
+    name: str
+    values: tuple[Collective, ...]  # what is sent, value by value, the largest first
+    seconds: float
+    runs: int  # of the collectives that send them, which may send others too
+
+    @property
+    def sent(self) -> int:
+        """Bytes that one device sends."""
+        return sum(c.total_bytes for c in self.values)
+
+    @property
+    def count(self) -> int:
+        """How many values are sent, each as often as it is."""
+        return sum(c.count for c in self.values)
+
+    @property
+    def shown_seconds(self) -> str:
+        """Its time on the step's path, or that products hide all of it."""
+        return duration(self.seconds) if self.seconds > ROUNDING else "hidden"
+
+    @property
+    def kinds(self) -> str:
+        """The kinds of collectives, the one with the most bytes first."""
+        return ", ".join(dict.fromkeys(c.kind for c in self.values))
+
+
+def summed(
+    collectives: Iterable[Collective],
+    key: Callable[[Collective], str],
+    seconds: Mapping[str, float],
+    runs: Mapping[str, int],
+) -> list[LineCost]:
+    """Collectives with the same key together, those that take the most time first."""
+    groups: dict[str, list[Collective]] = {}
+    for c in collectives:
+        groups.setdefault(key(c), []).append(c)
+    found = [
+        LineCost(
+            name,
+            tuple(sorted(members, key=lambda c: -c.total_bytes)),
+            seconds.get(name, 0.0),
+            runs.get(name, len(members)),
+        )
+        for name, members in groups.items()
+    ]
+    return sorted(found, key=lambda cost: (-cost.seconds, -cost.sent))
 
 
 @dataclass(eq=False, repr=False)
@@ -57,22 +112,69 @@ class Findings:
     @functools.cached_property
     def lines(self) -> list[LineCost]:
         """The lines that send something, the one that takes the most time first."""
-        return by_line(self.subject, self.forecast)
+        seconds, runs = defaultdict[str, float](float), Counter[str]()
+        for t in self.forecast.values:
+            seconds[t.source] += float(t.total_seconds) if t.collective else 0.0
+        for c in self.subject.collectives:
+            runs.update(dict.fromkeys({value.source for value in c.members or (c,)}, c.count))
+        return summed(self.subject.values, lambda c: c.source, seconds, runs)
 
     @functools.cached_property
     def kinds(self) -> list[LineCost]:
-        """The same by kind of collective."""
-        return by_kind(self.subject, self.forecast)
+        """The kinds of collectives, the one that takes the most time first."""
+        seconds, runs = defaultdict[str, float](float), Counter[str]()
+        for t in self.forecast.operators:
+            seconds[t.collective] += float(t.total_seconds)
+        for c in self.subject.collectives:
+            runs[c.kind] += c.count
+        return summed(self.subject.collectives, lambda c: c.kind, seconds, runs)
 
     @functools.cached_property
     def sentence(self) -> str:
-        """What the costliest line sends, and its share of the step."""
-        return headline(self.forecast, self.lines)
+        """One sentence: what the costliest line sends, and its share of the step."""
+        if not self.lines:
+            return "Nothing is sent: every device works on what it has."
+        worst = self.lines[0]
+        what = f"One {worst.kinds}" if worst.runs == 1 else f"{worst.runs:,} x {worst.kinds}"
+        if ", " in worst.kinds:
+            what = f"{worst.runs:,} collectives ({worst.kinds})"
+        share = worst.seconds / (self.forecast.step_seconds or 1.0)
+        part = f"{share:.0%}" if share >= 0.01 else "less than 1%"
+        verb = "takes" if worst.runs == 1 else "take"
+        return f"{what} of {size(worst.sent)} at {worst.name} {verb} {part} of the step."
 
     @property
     def bounds(self) -> str:
-        """Which resource bounds the step, with the shares of all."""
-        return bounds(self.forecast)
+        """One sentence: which resource bounds the step, the shares of all, and the worst line."""
+        step = self.forecast.step_seconds or 1.0
+        shares = {
+            _BOUNDS[t]: p.seconds / step for t, p in self.forecast.by(lambda t: t.bound).items()
+        }
+        if not shares:
+            return "Nothing is computed."
+        lines = self.forecast.by(lambda t: f"{_BOUNDS[t.bound]} at {t.source}")
+        words = ""
+        for name in sorted(shares, key=lambda name: -shares[name]):
+            here = [(k, p.seconds / step) for k, p in lines.items() if k.startswith(name)]
+            at, most = here[0][0].removeprefix(f"{name} at "), here[0][1]
+            # The line that communicates most has a sentence of its own.
+            shown = at and len(here) > 1 and most >= 0.01 and (name != "communication" or not words)
+            share = f"{shares[name]:.0%}"
+            words += f", {name} {share}" if words else f"{name.capitalize()} is {share} of the step"
+            words += f" ({most:.0%} at {at})" if shown else ""
+        hidden = self.forecast.hidden_seconds
+        hides = hidden > ROUNDING
+        return f"{words}; {duration(hidden)} of communication is hidden." if hides else f"{words}."
+
+    @property
+    def counts(self) -> str:
+        """How many collectives there are, how often they run and how many values they carry."""
+        number, values = len(self.subject.collectives), len(self.subject.values)
+        runs = sum(c.count for c in self.subject.collectives)
+        text = f"{number:,} collective{'s' * (number != 1)}"
+        if runs > number:
+            text += f", run {runs:,} times"
+        return f"{text}, for {values:,} values" if values > number else text
 
     @property
     def hardware(self) -> str:
@@ -89,7 +191,7 @@ class Findings:
         hidden = self.forecast.hidden_seconds
         took = self.forecast.exposed_seconds + hidden
         return (
-            f"{self.name} on {self.hardware}: {counts(self.subject)}, "
+            f"{self.name} on {self.hardware}: {self.counts}, "
             f"{size(self.subject.sent)} sent by each device in {duration(took)}"
         ) + (f", {duration(hidden)} of it hidden" if hidden > ROUNDING else "")
 

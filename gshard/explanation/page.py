@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard.explanation.costs import ROUNDING, LineCost, counts
-from gshard.explanation.findings import EXPLAINED, Findings, describe
+from gshard.explanation.findings import EXPLAINED, ROUNDING, Findings, LineCost, describe
 from gshard.explanation.names import LocalNames, einsums_of, shape
 from gshard.explanation.why import near
 from gshard.forecast import Forecast
@@ -67,7 +66,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
     beside = f"; {duration(hidden)} more is hidden" if hidden > ROUNDING else ""
     return [
         (size(subject.sent), "sent by each device"),
-        (counts(subject), f"{duration(took)}, {share:.0%} of the step{beside}"),
+        (findings.counts, f"{duration(took)}, {share:.0%} of the step{beside}"),
         (duration(forecast.step_seconds), "per step"),
         (size(forecast.memory_bytes), f"at the peak, of {size(forecast.hardware.memory)}"),
     ]
