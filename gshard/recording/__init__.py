@@ -17,8 +17,17 @@ Recording never ends a run: what cannot be written is reported once, and nothing
 from __future__ import annotations
 
 from gshard.recording.files import ENDED, FAILED, GONE, KEPT, RUNNING, STOPPED
-from gshard.recording.reading import Position, Site, StatusOf, by_run, read
-from gshard.recording.standstill import BEHIND, ELSEWHERE, Standstill, standstill
+from gshard.recording.reading import (
+    BEHIND,
+    ELSEWHERE,
+    Position,
+    Site,
+    Standstill,
+    StatusOf,
+    by_run,
+    read,
+    standstill,
+)
 from gshard.recording.writing import LAUNCHED, VARIABLE, Recorder, enter, folder, recorder
 
 __all__ = [

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gshard.recording.reading import by_run, read
-from gshard.recording.standstill import standstill
+from gshard.recording.reading import by_run, read, standstill
 from gshard.recording.writing import VARIABLE, folder
 
 

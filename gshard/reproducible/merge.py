@@ -23,7 +23,7 @@ from gshard._jax import Var
 from gshard.capture.simplify.passes import in_every_body
 from gshard.graph import Graph, filling, live, replacing
 from gshard.graph.regions import counts_of
-from gshard.reproducible.primitives import tree_sum_p
+from gshard.reproducible.rules import tree_sum_p
 from gshard.tensors.annotate import annotate_p
 
 _ADDS = frozenset((p.add_p, p.add_jaxvals_p))

@@ -36,7 +36,7 @@ from gshard.graph.evaluate import bind, equations_of, evaluate
 from gshard.graph.source import on_behalf_of, source_of
 from gshard.graph.windows import MOST_SLICES, convolution, fourier, window_sum
 from gshard.moving.reductions import halved
-from gshard.reproducible.primitives import leaf_dot_p, leaf_sum_p, scatter_in_order_p, tree_sum_p
+from gshard.reproducible.rules import leaf_dot_p, leaf_sum_p, scatter_in_order_p, tree_sum_p
 from gshard.tensors.manual import MANUAL
 
 # ln 2 in two parts, the first with so few bits that a multiple of it is exact.

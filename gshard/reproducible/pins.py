@@ -19,7 +19,7 @@ from jax.extend.core import primitives as p
 from gshard._jax import Var
 from gshard.capture.simplify.passes import in_every_body
 from gshard.graph import LOOPS, Graph, renamed, replacing
-from gshard.reproducible.primitives import in_one_piece_p, pin_p
+from gshard.reproducible.rules import in_one_piece_p, pin_p
 
 # Rounded by no more than one operation of IEEE 754, or not at all: nothing to fix.
 _EXACT = frozenset((

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gshard
-from gshard.forecast.schedule import overlapped
+from gshard.forecast.time import overlapped
 
 M, ROWS = 2048, 131_072
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import primitives
 
-from gshard.reproducible.primitives import scatter_by_loop
+from gshard.reproducible.rules import scatter_by_loop
 
 
 @pytest.mark.parametrize("batched", [False, True])
