@@ -12,19 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gshard.recording import files
-from gshard.recording.files import (
-    ENDED,
-    ENDING,
-    FAILED,
-    GONE,
-    KEPT,
-    PROGRAMS,
-    ROWS,
-    RUNNING,
-    SLOT,
-    STOPPED,
-    Owner,
-)
+from gshard.recording.files import ENDED, ENDING, FAILED, GONE, KEPT, PROGRAMS, ROWS, SLOT, Owner
 from gshard.untrusted import printable, read_bytes
 
 StatusOf = Callable[[int], int | None]  # the exit status of a process, once it has ended
@@ -67,7 +55,7 @@ class Position:
     run: str = "0"  # that it is a process of
 
     def __str__(self) -> str:
-        state = "" if self.state == RUNNING else f", {self.state}"
+        state = "" if self.state == files.RUNNING else f", {self.state}"
         return f"process {self.process} ({self.pid} on {self.host}{state})"
 
     def at(self, count: int) -> Site | None:
@@ -197,7 +185,7 @@ def standstill(positions: Sequence[Position]) -> Standstill | None:
         if others := [(p, site) for p, site in there if site != usual]:
             rest = tuple(p for p, site in there if site == usual)
             return Standstill(tuple(p for p, _ in others), rest, usual, others[0][1], ELSEWHERE)
-    for how in (GONE, STOPPED):
+    for how in (GONE, files.STOPPED):
         culprits = [p for p in positions if p.state == how]
         if len(culprits) == len(positions):  # those that failed for the first one, too
             fewest = min(p.entered for p in culprits)
