@@ -291,40 +291,33 @@ class OperatorPrices:
         """Seconds of the operator itself, on its part of the work: arithmetic or memory."""
         if edge.eqn is None or traffic.repeated:
             return 0.0
-        memory = 0.0 if traffic.covered else self._touched(edge, strategy, traffic)
-        if primitive_of(edge) not in PRODUCTS:  # either may be of another fused operator
-            return memory + self._computed(edge, strategy, traffic)
-        parts = math.prod(n for f, n in zip(strategy, self.mesh, strict=True) if f is not None)
-        op = Op(edge.eqn, (), (), joins=False)
-        return max(product_seconds(op, self.hardware) / parts, memory)
+        described = edge.factors.operands, edge.factors.results
 
-    def _touched(self, edge: Edge, strategy: Strategy, traffic: MemoryTraffic) -> float:
-        """Seconds to read and write the memory that the operator traffic."""
+        def local(side: int, number: int) -> int:
+            """The elements of a tile of an operand or result."""
+            shape = getattr(edge.atoms[side][number].aval, "shape", ())
+            return local_elements(shape, self.spec(strategy, described[side][number]), self.mesh)
 
-        def held(side: int, number: int) -> float:
-            aval = edge.atoms[side][number].aval
-            dims = (edge.factors.operands, edge.factors.results)[side][number]
-            local = local_elements(aval.shape, self.spec(strategy, dims), self.mesh)
-            return local * byte_size((), aval.dtype)
+        def held(side: int, number: int) -> int:
+            return local(side, number) * byte_size((), edge.atoms[side][number].aval.dtype)
 
-        most = math.inf
+        results, most = range(len(edge.atoms[1])), math.inf
         if math.isfinite(traffic.taken):
-            most = traffic.taken * sum(held(1, n) for n in range(len(edge.atoms[1])))
-        total = sum(share * min(held(0, number), most) for number, share in traffic.reads)
-        total += sum(share * held(1, number) for number, share in traffic.writes)
-        return total / self.bandwidth
-
-    def _computed(self, edge: Edge, strategy: Strategy, traffic: MemoryTraffic) -> float:
-        """Seconds of arithmetic: as many elements as the largest operand or result has."""
+            most = traffic.taken * sum(held(1, n) for n in results)
+        touched = sum(share * min(held(0, n), most) for n, share in traffic.reads)
+        touched += sum(share * held(1, n) for n, share in traffic.writes)
+        memory = 0.0 if traffic.covered else touched / self.bandwidth
+        if primitive_of(edge) in PRODUCTS:
+            parts = math.prod(n for f, n in zip(strategy, self.mesh, strict=True) if f is not None)
+            op = Op(edge.eqn, (), (), joins=False)
+            return max(product_seconds(op, self.hardware) / parts, memory)
         if not traffic.operations:
-            return 0.0
-        described = (*edge.factors.operands, *edge.factors.results)
-        counts = [
-            local_elements(atom.aval.shape, self.spec(strategy, dims), self.mesh)
-            for atom, dims in zip((*edge.atoms[0], *edge.atoms[1]), described, strict=True)
-            if getattr(atom.aval, "shape", ())
-        ]
-        return max(counts, default=1) * traffic.operations / self.hardware.vector_rate
+            return memory
+        # As many elements as the largest has; either may be of another fused operator.
+        most = max(
+            (local(side, n) for side in (0, 1) for n in range(len(edge.atoms[side]))), default=1
+        )
+        return memory + most * traffic.operations / self.hardware.vector_rate
 
     def spec(self, strategy: Strategy, dims: Sequence[Dim]) -> Spec:
         """How a tensor is cut where the factors are."""
