@@ -87,7 +87,7 @@ def _environment(folder: Path) -> Any:
     jinja2 = needed("jinja2")
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, _HERE]),
-        autoescape=True,
+        autoescape=jinja2.select_autoescape(),  # HTML alone
         undefined=jinja2.StrictUndefined,
         finalize=written,
         trim_blocks=True,

@@ -14,9 +14,9 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -30,64 +30,64 @@ from gshard.mt.run import CONFIG, Run
 from gshard.mt.training import weights as files
 from gshard.mt.training.loading import load_model
 from gshard.nn.config import Int8
+from gshard.pages import render as fill_in
+
+if TYPE_CHECKING:
+    from gshard.mt.data.corpus import Corpus
 
 CARD = "README.md"
 _SHOWN = 5  # languages with an example
+_SOURCES = 8  # of the text, that are named
 VERSION = 1  # of release.json
 
 
 def card(run: Run, step: int, weights: int, size: int, precision: str) -> str:
-    """The card in Markdown."""
-    sections = [
-        f"# {run.name}",
-        "\n".join(_model(run, step, weights, size, precision)),
-        "```console\necho TEXT | gshard translate THIS_FOLDER\ngshard serve THIS_FOLDER\n```",
-        "## Text\n\n" + "\n".join(_text(run)),
-        "## Training\n\n" + "\n".join(_training(run, step)),
-        "## Scores\n\n" + "\n".join(_scores(run, step)),
-        *_examples(run, step),
-        "## Limits\n\n" + _LIMITS,
-    ]
-    return "\n\n".join(sections) + "\n"
+    """The card in Markdown, by `card.md`: what is known, and the name of what is not."""
+    scored, corpus = _evaluated(run, step), _corpus(run)
+    logged = [record for record in run.metrics() if record["step"] <= step]
+    dev = [r["nll"] for r in logged if r["kind"] == "dev" and r["step"] == step]
+    tests = {f"test: {test}": means.get("all") for test, means in scored.get("tests", {}).items()}
+    text = fill_in(
+        Path(__file__).parent,
+        "card.md",
+        run=run,
+        config=run.config,
+        languages=run.tokenizer.config.languages,
+        targets=sorted({task.target for task in run.tokenizer.tasks}),
+        step=step,
+        weights=weights,
+        megabytes=size / 1e6,
+        precision=precision,
+        text=corpus and _text(corpus, run.tokenizer.config.languages),
+        tokens=max((record.get("tokens", 0) for record in logged), default=0),
+        minutes=max((record.get("seconds", 0.0) for record in logged), default=0.0) / 60,
+        dev=dev[-1] if dev else None,
+        scored=scored,
+        means={**scored.get("averages", {}), **tests},
+        examples=_examples(scored),
+        plain=_plain,
+    )
+    return text + "\n"
 
 
-_LIMITS = """\
-It knows the kind of text that it learned from, and sentences of the lengths it has seen. Low
-scores mean outputs that are fluent and wrong; a model with little text may answer with a sentence
-that it knows by heart. Look at the scores of a language before you rely on it, and let nobody
-mistake its output for a person's translation."""
-
-
-def _model(run: Run, step: int, weights: int, size: int, precision: str) -> Iterator[str]:
-    c, tokenizer = run.config.model, run.tokenizer
-    where = " of the encoder" if c.experts_in == "encoder" else ""
-    experts = f"{c.experts} experts in every other layer{where}" if c.experts else "no experts"
-    languages = len(tokenizer.config.languages)
-    targets = sorted({task.target for task in tokenizer.tasks})
-    into = "English" if targets == ["en"] else f"{len(targets)} languages"
-    yield f"Translates {languages} languages into {into}. A Transformer of {c.encoder_layers} and"
-    yield f"{c.decoder_layers} layers, {c.model_dim} wide, {experts}: {weights:,} weights"
-    yield f"({size / 1e6:.1f} MB in {precision}), those of step {step:,}."
-
-
-def _text(run: Run) -> Iterator[str]:
-    """How much text of which language; of a corpus that is not here, only which languages."""
-    languages = run.tokenizer.config.languages
+def _corpus(run: Run) -> Corpus | None:
+    """The corpus that it learned from; None if that is not here."""
     try:
-        corpus = run.corpus
+        return run.corpus
     except UserError:
-        yield f"Languages: {', '.join(languages)}."
-        return
-    pairs = {language: corpus.count(language) for language in languages}
-    yield f"{sum(pairs.values()):,} pairs of sentences:"
-    yield ", ".join(f"{language} {count:,}" for language, count in pairs.items()) + "."
+        return None
+
+
+def _text(corpus: Corpus, languages: Sequence[str]) -> dict[str, Any]:
+    """How much text of which language and from where."""
     entries = (corpus.manifest["languages"][each].get("train", {}) for each in languages)
     origins = sum((Counter(entry.get("origins", {})) for entry in entries), Counter[str]())
-    most = (f"{_plain(name)} {n / origins.total():.0%}" for name, n in origins.most_common(8))
-    more = f", and {len(origins) - 8:,} more" if len(origins) > 8 else ""
-    yield f"\nSources: {', '.join(most)}{more}."
-    if known := licences(corpus.manifest):
-        yield f"\nLicences of its sources: {', '.join(known)}."
+    return {
+        "pairs": {language: corpus.count(language) for language in languages},
+        "sources": {name: n / origins.total() for name, n in origins.most_common(_SOURCES)},
+        "more": len(origins) - _SOURCES,
+        "licences": licences(corpus.manifest),
+    }
 
 
 def licences(manifest: Mapping[str, Any]) -> list[str]:
@@ -96,73 +96,20 @@ def licences(manifest: Mapping[str, Any]) -> list[str]:
     return sorted({licence for licence in stated if licence})
 
 
-def _training(run: Run, step: int) -> Iterator[str]:
-    c: RunConfig = run.config
-    optimizer, batch = c.optimizer, c.batch
-    logged = [r for r in run.metrics() if r["step"] <= step]
-    tokens = max((r.get("tokens", 0) for r in logged), default=0)
-    seconds = max((r.get("seconds", 0.0) for r in logged), default=0.0)
-    dev = [r["nll"] for r in logged if r["kind"] == "dev" and r["step"] == step]
-    rate, smoothing = optimizer.learning_rate, c.train.label_smoothing
-    yield f"{step:,} steps of {batch.rows} rows, {tokens:,} target tokens,"
-    yield f"{seconds / 60:.1f} minutes; {optimizer.name}, learning rate {rate:g}, warmup"
-    yield f"{optimizer.warmup:,}, label smoothing {smoothing:g}, languages mixed at temperature"
-    yield f"{batch.temperature:g}, seed {c.train.seed}."
-    if dev:
-        yield f"Cross-entropy of dev text: {dev[-1]:.3f} nats per token."
-
-
 def _evaluated(run: Run, step: int) -> dict[str, Any]:
     """What the evaluation of these weights found; {} if there was none."""
     found = read_results(run.folder / EVALUATION) or {}
     return found if found.get("checkpoint") == step else {}
 
 
-def _scores(run: Run, step: int) -> Iterator[str]:
-    found = _evaluated(run, step)
-    if not found:
-        yield "These weights were not evaluated (run `gshard evaluate RUN` before the release)."
-        return
-    search = f"Beam {found['beam']}, alpha {found['alpha']:g}"
-    yield f"{search}, {found['split']} sentences; means over languages, and chrF++ of copying the"
-    yield "translation of the most similar training sentence:\n"
-    yield "| | languages | BLEU | chrF++ | copied |"
-    yield "|---|---:|---:|---:|---:|"
-    tests = {f"test: {test}": means.get("all") for test, means in found.get("tests", {}).items()}
-    for group, mean in {**found["averages"], **tests}.items():
-        if mean and mean.get("tasks"):
-            copied = f"{mean['nearest_chrf']:.1f}" if "nearest_chrf" in mean else ""
-            cells = (f"{mean['bleu']:.1f}", f"{mean['chrf']:.1f}", copied)
-            yield f"| {group} | {mean['tasks']} | {' | '.join(cells)} |"
-    yield "\n| language | pairs | BLEU | chrF++ |"
-    yield "|---|---:|---:|---:|"
-    for name, task in found["tasks"].items():
-        yield f"| {name} | {task['train_pairs']:,} | {task['bleu']:.1f} | {task['chrf']:.1f} |"
-    yield "\n" + ", ".join(f"`{signature}`" for signature in found["signatures"].values())
-
-
-def _examples(run: Run, step: int) -> Iterator[str]:
-    """A section of test sentences that nobody chose; none if these weights were not evaluated."""
-    found = _evaluated(run, step)
-    if not found.get("examples"):
-        return
+def _examples(scored: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of languages from the most training text to the least the first test sentence."""
     first: dict[str, Mapping[str, Any]] = {}
-    for example in found["examples"]:
+    for example in scored.get("examples", ()):
         first.setdefault(example["task"], example)
-    ranked = sorted(first, key=lambda task: (-found["tasks"][task]["train_pairs"], task))
-    last = len(ranked) - 1
-    places = sorted({i * last // (_SHOWN - 1) for i in range(_SHOWN)})
-    lines = [
-        "## Examples",
-        "Nobody chose these: languages evenly spaced from the one with the most training text to "
-        "the one with the least, of each the test sentence whose hash comes first.",
-    ]
-    for task in (ranked[place] for place in places):
-        parts = ((name, first[task][name]) for name in ("source", "reference", "translation"))
-        lines.append(
-            "\n".join([f"{task}:\n", *(f"- {name}: {_plain(text)}" for name, text in parts)])
-        )
-    yield "\n\n".join(lines)
+    ranked = sorted(first, key=lambda task: (-scored["tasks"][task]["train_pairs"], task))
+    places = {i * (len(ranked) - 1) // (_SHOWN - 1) for i in range(_SHOWN)} if ranked else ()
+    return [first[ranked[place]] for place in sorted(places)]
 
 
 def _plain(text: str) -> str:
@@ -177,26 +124,19 @@ def provenance(run: Run, step: int, command: str) -> dict[str, Any]:
 
     What is unknown, because the corpus is not here or these weights were not evaluated, is null.
     """
-    try:
-        corpus = run.corpus
-    except UserError:
-        corpus = None
-    scored = _evaluated(run, step).get("tasks", {})
-    directions = {}
-    for task in run.tokenizer.tasks:
-        scores = scored.get(str(task), {})
-        directions[str(task)] = {
-            "pairs": None if corpus is None else corpus.count(task.foreign),
-            "bleu": scores.get("bleu"),
-            "chrf": scores.get("chrf"),
-        }
+    corpus, scored = _corpus(run), _evaluated(run, step).get("tasks", {})
+    directions = {
+        str(task): {"pairs": corpus and corpus.count(task.foreign)}
+        | {metric: scored.get(str(task), {}).get(metric) for metric in ("bleu", "chrf")}
+        for task in run.tokenizer.tasks
+    }
     return {
         "version": VERSION,
         "gshard": gshard.__version__,
         "run": run.name,
         "step": step,
         "command": command,
-        "licences": None if corpus is None else licences(corpus.manifest),
+        "licences": corpus and licences(corpus.manifest),
         "vocabulary": run.tokenizer.digest,
         "directions": directions,
     }
