@@ -135,6 +135,20 @@ def known_object(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def read_records(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
+    """The lines of a file that are not empty, by number: a JSON object each, None if damaged."""
+    refuse_special(path)
+    found: list[tuple[int, dict[str, Any] | None]] = []
+    for place, line in enumerate(path.read_bytes().splitlines(), 1):
+        if line.strip():
+            try:
+                value = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError):
+                value = None
+            found.append((place, value if isinstance(value, dict) else None))
+    return found
+
+
 def checksum(path: Path) -> str:
     """The SHA-256 of a regular file, in hexadecimal."""
     refuse_special(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,18 +150,8 @@ def _done(folder: Path) -> int:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """What a run logged; lines that are no records, as a killed run's last one, are left out."""
-    path = folder / METRICS
     try:
-        atomic.refuse_special(path)
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        found = [record for _, record in atomic.read_records(folder / METRICS) if record]
     except FileNotFoundError:
         return []
-    found = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            found.append({"kind": "", **record})
-    return found
+    return [{"kind": "", **record} for record in found if isinstance(record.get("step"), int)]

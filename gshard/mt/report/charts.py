@@ -356,11 +356,8 @@ def _bands(tasks: Sequence[dict[str, Any]]) -> list[tuple[float, float, str]]:
     return found if len(found) <= 3 and all(name for *_, name in found) else []
 
 
-def draw_corpora(data: dict[str, Any]) -> Chart | None:
+def draw_corpora(found: Sequence[dict[str, Any]]) -> Chart:
     """Training pairs of each language, the language with most of them first."""
-    found = data["corpora"]
-    if not found:
-        return None
     several = len(found) > 1
     series = [
         Series(

@@ -7,8 +7,10 @@ this module is clean: finite numbers, whole lists, known names.
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
+import types
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +23,9 @@ FILES = ("config.json", "metrics.jsonl", "evaluation.json", "baselines.json")
 VERSION = 1  # of evaluation.json and baselines.json
 GROUPS = ("high", "mid", "low")
 SIDES = ("encoder", "decoder")
-_SCORES = ("bleu", "chrf", "copy_bleu", "copy_chrf", "nearest_bleu", "untrained_bleu")
-_FIGURES = ("sentences", "train_pairs", *_SCORES)  # of a direction
 
 Record = dict[str, float]
+Experts = dict[str, dict[str, list[list[float]]]]  # side, task: of each layer each expert's share
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Direction:
     """The scores of one direction, such as de-en; None is what the evaluation does not say."""
 
     name: str
-    language: str
-    target: str
+    language: str = ""
+    target: str = ""
     sentences: float | None = None
     train_pairs: float | None = None
     group: str = ""
@@ -57,8 +58,8 @@ class Example:
 
     task: str
     source: str
-    reference: str
     translation: str
+    reference: str = ""
     score: float | None = None  # of the model, for its own translation
     chrf: float | None = None
 
@@ -67,23 +68,23 @@ class Example:
 class Evaluation:
     """What `gshard evaluate` found."""
 
-    tasks: dict[str, Direction]
-    averages: dict[str, Record]
-    tests: dict[str, Record]  # the averages over all tasks, of each test
-    examples: tuple[Example, ...]
-    experts: dict[str, dict[str, list[list[float]]]]  # side, task: the share of each expert
-    about: Record  # checkpoint, beam, alpha, seconds, weights
-    split: str
-    signatures: dict[str, str]
+    tasks: dict[str, Direction] = field(default_factory=dict)
+    averages: dict[str, Record] = field(default_factory=dict)
+    tests: dict[str, Record] = field(default_factory=dict)  # the averages over all tasks, of each
+    examples: tuple[Example, ...] = ()
+    experts: Experts = field(default_factory=dict)
+    about: Record = field(default_factory=dict)  # checkpoint, beam, alpha, seconds, weights
+    split: str = ""
+    signatures: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Baselines:
     """The bilingual models beside the run: BLEU, weights and so on of each task."""
 
-    tasks: dict[str, Record]
-    seconds: float | None
-    signatures: dict[str, str]
+    tasks: dict[str, Record] = field(default_factory=dict)
+    seconds: float | None = None
+    signatures: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -146,12 +147,33 @@ def number(value: Any) -> float | None:
         return None
 
 
+def kept(kind: Any, value: Any) -> Any:
+    """What of a JSON value is of a type, without all that is not; None if nothing can be."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:  # or None
+        return kept(parts[0], value)
+    if kind is float:
+        return number(value)
+    if origin is tuple:
+        found = [kept(parts[0], each) for each in (value if isinstance(value, list) else ())]
+        return tuple(each for each in found if each is not None)
+    if isinstance(kind, type) and origin is None and not dataclasses.is_dataclass(kind):
+        return value if type(value) is kind else None
+    if not isinstance(value, dict):
+        return None
+    if origin is dict:
+        clean = {name: kept(parts[1], each) for name, each in value.items()}
+        return {name: each for name, each in clean.items() if each is not None}
+    known = {n: kept(hint, value.get(n)) for n, hint in typing.get_type_hints(kind).items()}
+    try:
+        return kind(**{name: each for name, each in known.items() if each is not None})
+    except TypeError:  # it lacks a field
+        return None
+
+
 def numbers(value: Any) -> Record:
     """The finite numbers of a JSON object, by name."""
-    if not isinstance(value, dict):
-        return {}
-    clean = {name: number(each) for name, each in value.items()}
-    return {name: each for name, each in clean.items() if each is not None}
+    return kept(Record, value) or {}
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -229,8 +251,7 @@ def _read_metrics(path: Path, problems: list[str]) -> tuple[tuple[Record, ...], 
     as the weights it belonged to were.
     """
     try:
-        atomic.refuse_special(path)
-        lines = path.read_bytes().splitlines()
+        found = atomic.read_records(path)
     except FileNotFoundError:
         problems.append("metrics.jsonl is missing: nothing is known of the training")
         return (), ()
@@ -239,15 +260,9 @@ def _read_metrics(path: Path, problems: list[str]) -> tuple[tuple[Record, ...], 
         return (), ()
     kinds: dict[str, list[Record]] = {"train": [], "dev": []}
     damaged: list[int] = []
-    for place, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError):
-            value = None
+    for place, value in found:
         record = numbers(value)
-        if not isinstance(value, dict) or "step" not in record:
+        if value is None or "step" not in record:
             damaged.append(place)
         elif value.get("kind") in ("train", "dev"):
             records = kinds[value["kind"]]
@@ -266,70 +281,40 @@ def _read_evaluation(path: Path, problems: list[str]) -> Evaluation | None:
     value = _read_versioned(path, problems)
     if value is None:
         return None
-    tasks = {name: _task(name, entry) for name, entry in value["tasks"].items()}
-    found = [value.get(name) for name in ("averages", "tests")]
-    averages, tests = (each if isinstance(each, dict) else {} for each in found)
-    examples = value.get("examples")
-    return Evaluation(
-        tasks=tasks,
-        averages={name: numbers(averages[name]) for name in averages},
-        tests={n: numbers(t.get("all")) for n, t in tests.items() if isinstance(t, dict)},
-        examples=tuple(_examples(examples if isinstance(examples, list) else [])),
+    tests = kept(dict[str, dict[str, Record]], value.get("tests")) or {}
+    plain = {name: value.get(name) for name in ("averages", "examples", "split", "signatures")}
+    return dataclasses.replace(
+        kept(Evaluation, plain),
+        tasks={name: _task(name, entry) for name, entry in value["tasks"].items()},
+        tests={name: means.get("all", {}) for name, means in tests.items()},
         experts=_experts(value.get("experts"), problems),
         about=numbers(value),
-        split=value["split"] if isinstance(value.get("split"), str) else "",
-        signatures=_texts(value.get("signatures")),
     )
 
 
 def _task(name: str, entry: Any) -> Direction:
-    entry = entry if isinstance(entry, dict) else {}
+    found = kept(Direction, {**(entry if isinstance(entry, dict) else {}), "name": name})
     source, _, target = name.partition("-")
-    known, texts = numbers(entry), _texts(entry)
-    group, target = texts.get("group", ""), texts.get("target", target)
-    language = texts.get("language", source if target == "en" else target)
-    figures = {each: known.get(each) for each in _FIGURES}
-    few, group = entry.get("few") is True, group if group in GROUPS else ""
-    return Direction(name, language, target, group=group, few=few, **figures)
+    target = found.target or target
+    language = found.language or (source if target == "en" else target)
+    group = found.group if found.group in GROUPS else ""
+    return dataclasses.replace(found, language=language, target=target, group=group)
 
 
-def _examples(values: list[Any]) -> list[Example]:
-    found = []
-    for value in values:
-        texts = _texts(value)
-        if {"task", "source", "translation"} <= texts.keys():
-            scores = [number(value.get(name)) for name in ("score", "chrf")]
-            reference = texts.get("reference", "")
-            pair = (texts["task"], texts["source"], reference, texts["translation"])
-            found.append(Example(*pair, *scores))
-    return found
-
-
-def _experts(value: Any, problems: list[str]) -> dict[str, dict[str, list[list[float]]]]:
+def _experts(value: Any, problems: list[str]) -> Experts:
     """The shares of the experts, of tasks that have the same layers and experts as the others."""
-    found: dict[str, dict[str, list[list[float]]]] = {}
+    found: Experts = {}
     if value is None:
         return found
     dropped = 0
     for side in SIDES:
         tasks = value.get(side) if isinstance(value, dict) else None
-        good: dict[str, list[list[float]]] = {}
-        expected: list[int] | None = None
-        for task, layers in (tasks if isinstance(tasks, dict) else {}).items():
-            rows = layers if isinstance(layers, list) else []
-            if not rows or not all(
-                isinstance(row, list) and row and all(number(x) is not None for x in row)
-                for row in rows
-            ):
-                dropped += 1
-                continue
-            sizes = [len(row) for row in rows]
-            expected = expected or sizes
-            if sizes == expected:
-                good[task] = rows
-            else:
-                dropped += 1
-        if good:
+        tasks = tasks if isinstance(tasks, dict) else {}
+        sizes = {task: _sizes(layers) for task, layers in tasks.items()}
+        expected = next(filter(None, sizes.values()), None)
+        good = {task: tasks[task] for task, size in sizes.items() if size == expected}
+        dropped += len(tasks) - len(good) if expected else len(tasks)
+        if good and expected:
             found[side] = good
     if dropped or not isinstance(value, dict):
         problems.append(
@@ -339,22 +324,19 @@ def _experts(value: Any, problems: list[str]) -> dict[str, dict[str, list[list[f
     return found
 
 
+def _sizes(layers: Any) -> list[int]:
+    """How many experts each layer of a task has; none if a share is damaged."""
+    clean = [list(row) for row in kept(tuple[tuple[float, ...], ...], layers)]
+    return [len(row) for row in clean] if all(clean) and clean == layers else []
+
+
 def _read_baselines(path: Path, problems: list[str]) -> Baselines | None:
     value = _read_versioned(path, problems)
     if value is None:
         return None
-    tasks = {name: numbers(entry) for name, entry in value["tasks"].items()}
-    return Baselines(
-        tasks={name: entry for name, entry in tasks.items() if "bleu" in entry},
-        seconds=number(value.get("seconds")),
-        signatures=_texts(value.get("signatures")),
-    )
-
-
-def _texts(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict):
-        return {}
-    return {name: each for name, each in value.items() if isinstance(each, str)}
+    found: Baselines = kept(Baselines, value)
+    tasks = {name: entry for name, entry in found.tasks.items() if "bleu" in entry}
+    return dataclasses.replace(found, tasks=tasks)
 
 
 def _pairs(
@@ -365,19 +347,13 @@ def _pairs(
     problems: list[str],
 ) -> dict[str, float]:
     """Training pairs by language: from the corpus if it is still there, else the evaluation's."""
-    data = config.get("data")
-    corpus = data.get("corpus") if isinstance(data, dict) else None
-    if isinstance(corpus, str) and corpus:
-        for place in (Path(corpus), folder / corpus, folder.parent / corpus):
-            manifest = _read_object(place / "manifest.json", problems)
-            languages = manifest.get("languages") if manifest else None
-            if isinstance(languages, dict):
-                counts = {
-                    name: numbers(splits.get("train")).get("pairs", 0)
-                    for name, splits in languages.items()
-                    if isinstance(splits, dict)
-                }
-                return {name: count for name, count in counts.items() if count > 0}
+    corpus = (kept(dict[str, str], config.get("data")) or {}).get("corpus")
+    for place in (Path(corpus), folder / corpus, folder.parent / corpus) if corpus else ():
+        manifest = _read_object(place / "manifest.json", problems) or {}
+        languages = kept(dict[str, dict[str, Record]], manifest.get("languages"))
+        if languages is not None:
+            counts = {name: each.get("train", {}).get("pairs", 0) for name, each in languages.items()}
+            return {name: count for name, count in counts.items() if count > 0}
     found: dict[str, float] = {}
     for task in evaluation.tasks.values() if evaluation else ():
         pairs = task.train_pairs

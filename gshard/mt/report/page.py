@@ -7,16 +7,17 @@ its own script and no other (`gshard.pages`).
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gshard.mt.report import cells as as_text
 from gshard.mt.report import charts, measures, tables
-from gshard.mt.report.cells import COLOURS, Grid, run_name
+from gshard.mt.report.cells import COLOURS, Grid
 from gshard.mt.report.gathered import Gathered
 from gshard.pages import checked, style
 from gshard.pages import render as fill_in
@@ -24,61 +25,53 @@ from gshard.pages import render as fill_in
 _HERE = Path(__file__).parent
 
 
-@dataclass(frozen=True)
-class Note:
-    """A remark with a command in it."""
-
-    text: str
-    command: str = ""
-    after: str = ""
-    strong: str = ""  # the words before it that matter most
-
-
-Section = dict[str, Any]  # for its part of page.html; one with a `note` has nothing else to show
+Section = dict[str, Any]  # for its part of page.html; one with a key and a title alone is missing
 
 
 def render(runs: Sequence[Gathered], now: float | None = None) -> str:
     """The page."""
     data = charts.chart_data(runs)
     known = _sections(runs, data)
-    missing = [section for section in known if section["note"]]
+    missing = [section for section in known if len(section) == 2]
     if len(missing) == len(known):
         missing = []
-    names = ", ".join(run.name for run in runs)
     return fill_in(
         _HERE,
         "page.html",
         ("chart.js", "page.js", "heat.js"),
-        title=f"{names} · gshard report",
         style=style(_HERE.parents[1] / "pages", "tokens.css", "page.css")
         + style(_HERE, "page.css"),
         data=checked(data | {"colours": COLOURS}),
-        heading=runs[0].name if len(runs) == 1 else f"{len(runs)} runs of multilingual translation",
         tiles=_tiles(runs),
-        runs=[(run_name(run, runs), _about(run)) for run in runs],
-        problems=[(run.name, problem) for run in runs for problem in run.problems],
+        runs=runs,
         sections=[section for section in known if section not in missing],
         missing=missing,
+        text=as_text,
+        command=_command,
         written=as_text.day(now or time.time()),  # noqa: TID251  (a date)
     )
 
 
 def _sections(runs: Sequence[Gathered], data: dict[str, Any]) -> list[Section]:
-    found = [
+    found: list[Section] = [
         {"key": "models", "title": "Models", "table": tables.models(runs)},
         {"key": "quality", "title": "Quality by language", **_quality(runs, data)},
-        {"key": "languages", "title": "Scores", **_languages(runs)},
-        {"key": "training", "title": "Loss", **_loss(runs, data)},
-        {"key": "data", "title": "Training text", **_corpora(data)},
-        {"key": "experts", "title": "Experts", **_experts(data["experts"])},
-        {"key": "translations", "title": "Translations", **_examples(data["examples"])},
-        {"key": "health", "title": "Training health", **_health(runs, data)},
     ]
-    found = [{"note": None, **section} for section in found]
+    if _scored(runs):  # else "quality" says so, once
+        found.append({"key": "languages", "title": "Scores", **_languages(runs)})
+    found.append({"key": "training", "title": "Loss", **_loss(runs, data)})
+    found.append({"key": "data", "title": "Training text", **_corpora(data["corpora"])})
     if _scored(runs):
-        return found
-    need_scores = ("languages", "experts", "translations")  # "quality" says so, once
-    return [section for section in found if section["key"] not in need_scores]
+        found.append({"key": "experts", "title": "Experts"})
+        if used := data["experts"]:
+            found[-1]["together"] = max(each["together"] for each in used)
+        found.append({"key": "translations", "title": "Translations"})
+        if shown := data["examples"]["list"]:
+            found[-1]["more"] = data["examples"]["all"] - len(shown)
+    found.append({"key": "health", "title": "Training health"})
+    if data["health"]:
+        found[-1] |= {"table": tables.health(runs), "charts": charts.draw_health(data)}
+    return found
 
 
 def _tiles(runs: Sequence[Gathered]) -> list[tuple[str, str, str]]:
@@ -116,34 +109,6 @@ def _tiles(runs: Sequence[Gathered]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _about(run: Gathered) -> list[Note]:
-    """What a run is, how far it came, whether it was evaluated."""
-    facts = []
-    experts = run.setting("model", "experts")
-    if experts is not None:
-        kind = f"mixture of {as_text.whole(experts)} experts" if experts else "dense model"
-        facts.append(Note(kind))
-    step, steps = run.last.get("step"), run.setting("train", "steps")
-    if step is None:
-        facts.append(Note("no training recorded"))
-    elif steps is not None and step < steps:
-        progress = f": {as_text.whole(step)} of {as_text.whole(steps)} steps; continue with "
-        facts.append(Note(progress, _command("train", run), strong="unfinished"))
-    else:
-        facts.append(Note(f"{as_text.whole(step)} steps"))
-    if run.ended is not None and run.train:
-        facts.append(Note(f"last trained {as_text.day(run.ended)}"))
-    if run.evaluation:
-        about = run.evaluation.about
-        text = f"evaluated at step {as_text.whole(about.get('checkpoint'))}"
-        text += f" on {run.evaluation.split}" if run.evaluation.split else ""
-        text += f", beam {as_text.whole(about['beam'])}" if "beam" in about else ""
-        facts.append(Note(text))
-    else:
-        facts.append(Note(": run ", _command("evaluate", run), strong="not evaluated"))
-    return facts
-
-
 def _command(name: str, run: Gathered, *options: str) -> str:
     return shlex.join(["gshard", name, str(run.folder), *options])
 
@@ -155,31 +120,19 @@ def _scored(runs: Sequence[Gathered]) -> list[Gathered]:
 def _quality(runs: Sequence[Gathered], data: dict[str, Any]) -> Section:
     scored = _scored(runs)
     if not scored:
-        after = " gives the scores of every language, the load of the experts and translations."
-        return {"note": Note("No run was evaluated. ", _command("evaluate", runs[0]), after)}
-    without = [run for run in scored if measures.baselines_of(run, runs)[0] is None]
-    advice = None
-    if without:
-        names = ", ".join(run.name for run in without)
-        command = _command("evaluate", without[0], "--baselines")
-        after = " trains them, and the gain over them is shown here."
-        advice = Note(f"No bilingual baselines for {names}: ", command, after)
+        return {}
+    lenders = {run.name: measures.baselines_of(run, runs)[1] for run in scored}
     borrowers: dict[str, list[str]] = {}
-    for run in scored:
-        _, other = measures.baselines_of(run, runs)
-        if other and other is not run:
-            borrowers.setdefault(other.name, []).append(run.name)
-    lent = [
-        f"{', '.join(names)} {'are' if names[1:] else 'is'} compared with the baselines of {other}"
-        for other, names in borrowers.items()
-    ]
+    for name, lender in lenders.items():
+        if lender and lender.name != name:
+            borrowers.setdefault(lender.name, []).append(name)
     return {
-        "baselines": len(without) < len(scored),
-        "advice": advice,
+        "without": [run for run in scored if lenders[run.name] is None],
+        "baselines": any(lenders.values()),
         "charts": charts.draw_quality(data),
         "smoothed": len(measures.resource_order(runs)) >= measures.LEAST,
         "window": measures.WINDOW,
-        "lent": "; ".join(lent),
+        "borrowers": borrowers,
         "table": tables.averages(runs),
     }
 
@@ -209,61 +162,25 @@ def _languages(runs: Sequence[Gathered]) -> Section:
 def _loss(runs: Sequence[Gathered], data: dict[str, Any]) -> Section:
     drawn = charts.draw_loss(data)
     if not drawn or not any("nll" in record for run in runs for record in (*run.train, *run.dev)):
-        return {"note": Note("No losses are recorded yet.")}
+        return {}
     windows = {measures.curve(run.train, smooth=True).window for run in runs if run.train} or {1}
-    low, high = min(windows), max(windows)
-    span = "training"
-    if high > 1:
-        count = low if low == high else f"{low} to {high}"
-        span += f", the mean of the last {count} records, with the records themselves faint behind"
     return {
         "charts": drawn,
-        "span": span,
+        "windows": sorted({min(windows), max(windows)}),
         "losses": tables.dev_losses(runs),
         "reached": tables.reached(runs),
     }
 
 
-def _corpora(data: dict[str, Any]) -> Section:
-    corpora = data["corpora"]
+def _corpora(corpora: list[dict[str, Any]]) -> Section:
     if not corpora:
-        text = "The corpus was moved or deleted, and no evaluation recorded its sizes."
-        return {"note": Note(text)}
-    lines = []
-    for corpus in corpora:
-        counts = [count for _, count in corpus["pairs"]]
-        whose = f"{', '.join(corpus['runs'])}: " if len(corpora) > 1 else ""
-        half, total = 0, 0.0
-        while total < sum(counts) / 2:
-            total += counts[half]
-            half += 1
-        lines.append(
-            f"{whose}{as_text.whole(sum(counts))} pairs with English in {len(counts)} languages, "
-            f"from {as_text.whole(counts[0])} to {as_text.whole(counts[-1])}; "
-            + ("the first has half of all." if half == 1 else f"the first {half} have half of all.")
-        )
-    chart = charts.draw_corpora(data)
+        return {}
+    chart = charts.draw_corpora(corpora)
+    counts = [[count for _, count in corpus["pairs"]] for corpus in corpora]
+    totals = [list(itertools.accumulate(each)) for each in counts]
+    halves = [bisect.bisect_left(each, each[-1] / 2) + 1 for each in totals]
     return {
-        "lines": lines,
-        "chart": chart and chart.html("corpora"),
+        "corpora": list(zip(corpora, halves, (each[-1] for each in totals), strict=True)),
+        "chart": chart.html("corpora"),
         "tables": tables.corpora(corpora),
     }
-
-
-def _experts(experts: Sequence[dict[str, Any]]) -> Section:
-    if not experts:
-        return {"note": Note("No evaluated run has experts: these are dense models.")}
-    return {"together": max(each["together"] for each in experts)}
-
-
-def _examples(examples: dict[str, Any]) -> Section:
-    if not examples["list"]:
-        return {"note": Note("The evaluation kept no translations.")}
-    left = examples["all"] - len(examples["list"])
-    return {"more": as_text.whole(left) if left else ""}
-
-
-def _health(runs: Sequence[Gathered], data: dict[str, Any]) -> Section:
-    if not data["health"]:
-        return {"note": Note("No measures of training are recorded.")}
-    return {"table": tables.health(runs), "charts": charts.draw_health(data)}
