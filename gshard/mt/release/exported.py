@@ -46,6 +46,8 @@ Load = Callable[[str], Any]  # an array by its name
 VOCABULARY = "gshard_vocabulary.json"  # languages and directions, for `gshard import`
 _WEIGHTS = "model.safetensors"
 _SPECIAL = {PAD: "<target pad>", UNKNOWN: "<target unk>", START: "<target s>", END: "<target /s>"}
+# What is the same for all models there.
+_LAYOUT = json.loads(Path(__file__).with_name("huggingface.json").read_text(encoding="utf-8"))
 _POSITIONS = 1024  # of the table of positions; it grows when it has to
 
 
@@ -58,8 +60,7 @@ def export(run: Run, out: Path, which: str = "best") -> Path:
         _write_tokenizer(part, run.tokenizer)
         _write(part / "config.json", _config(run.model_config))
         _write(part / "generation_config.json", _generation(run.model_config))
-        text = _front_matter(run) + _card(run, model, step, part / _WEIGHTS) + _USE
-        (part / CARD).write_text(text, encoding="utf-8")
+        _write_card(part, run, model, step, part / _WEIGHTS, "huggingface.md")
     return out
 
 
@@ -79,8 +80,7 @@ def to_ctranslate2(run: Run, out: Path, which: str = "best") -> Path:
         spec.save(str(part))
         for side, pieces in zip(("source", "target"), tokenizer.models, strict=True):
             (part / f"{side}.spm").write_bytes(pieces)
-        text = _card(run, model, step, part / "model.bin")
-        (part / CARD).write_text(text, encoding="utf-8")
+        _write_card(part, run, model, step, part / "model.bin")
     return out
 
 
@@ -93,8 +93,11 @@ def _expressible(run: Run, out: Path, which: str, tool: str) -> tuple[Transforme
     return load_model(run, which)
 
 
-def _card(run: Run, model: Transformer, step: int, weights: Path) -> str:
-    return card(run, step, count_of(model), weights.stat().st_size, "float32")
+def _write_card(
+    folder: Path, run: Run, model: Transformer, step: int, weights: Path, form: str = "card.md"
+) -> None:
+    text = card(run, step, count_of(model), weights.stat().st_size, "float32", form)
+    (folder / CARD).write_text(text, encoding="utf-8")
 
 
 def renamed(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
@@ -179,46 +182,22 @@ def _hidden_dims(c: TransformerConfig) -> dict[str, int]:
 
 def _config(c: TransformerConfig) -> dict[str, Any]:
     hidden = _hidden_dims(c)
-    sizes = {
-        "architectures": ["M2M100ForConditionalGeneration"],
-        "model_type": "m2m_100",
+    sparse = {
+        "num_experts": c.experts,
+        "decoder_sparse_step": 2 if c.experts_in == "both" else 0,
+    }
+    return {
+        **_LAYOUT["config"],
+        **(_LAYOUT["experts"] | sparse if c.experts else {}),
         "vocab_size": c.source_vocab + c.target_vocab,
         "d_model": c.model_dim,
-        "encoder_layers": c.encoder_layers,
-        "decoder_layers": c.decoder_layers,
-        "encoder_attention_heads": c.heads,
-        "decoder_attention_heads": c.heads,
-        "encoder_ffn_dim": hidden["encoder"],
-        "decoder_ffn_dim": hidden["decoder"],
+        **{f"{side}_layers": getattr(c, f"{side}_layers") for side in hidden},
+        **{f"{side}_attention_heads": c.heads for side in hidden},
+        **{f"{side}_ffn_dim": size for side, size in hidden.items()},
         "max_position_embeddings": _POSITIONS,
-        "activation_function": "relu",
-        "scale_embedding": True,
-        "tie_word_embeddings": True,
-        "encoder_layerdrop": 0.0,
-        "decoder_layerdrop": 0.0,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-        "activation_dropout": 0.0,
-        "pad_token_id": -1,  # positions begin with 0
         "bos_token_id": c.source_vocab + START,
         "eos_token_id": c.source_vocab + END,
         "decoder_start_token_id": c.source_vocab + START,
-        "torch_dtype": "float32",
-    }
-    if not c.experts:
-        return sizes
-    return sizes | {
-        "architectures": ["NllbMoeForConditionalGeneration"],
-        "model_type": "nllb-moe",
-        "num_experts": c.experts,
-        "encoder_sparse_step": 2,
-        "decoder_sparse_step": 2 if c.experts_in == "both" else 0,
-        "router_bias": False,
-        "router_dtype": "float32",
-        "second_expert_policy": "all",
-        "normalize_router_prob_before_dropping": False,
-        "moe_eval_capacity_token_fraction": 1.0,
-        "moe_token_dropout": 0.0,
     }
 
 
@@ -249,21 +228,8 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     _write(folder / VOCABULARY, asdict(tokenizer.config))
     _write(folder / "vocab.json", ids | special)
     _write(folder / "target_vocab.json", target | {"<unk>": size + UNKNOWN, "<pad>": size + PAD})
-    _write(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "MarianTokenizer",
-            "separate_vocabs": True,
-            "source_lang": "xx",
-            "target_lang": "en",
-            "unk_token": "<unk>",
-            "eos_token": "</s>",
-            "pad_token": "<pad>",
-            "additional_special_tokens": list(_SPECIAL.values()),
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": _POSITIONS,
-        },
-    )
+    sizes = {"additional_special_tokens": [*special], "model_max_length": _POSITIONS}
+    _write(folder / "tokenizer_config.json", _LAYOUT["tokenizer"] | sizes)
 
 
 def _code(piece: str) -> str:
@@ -273,29 +239,6 @@ def _code(piece: str) -> str:
 
 def _write(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-
-
-def _front_matter(run: Run) -> str:
-    """What Hugging Face's pages read from a card."""
-    languages = sorted({*run.tokenizer.config.languages, "en"})
-    codes = "".join(f"- {json.dumps(code)}\n" for code in languages)
-    return f"---\nlibrary_name: transformers\npipeline_tag: translation\nlanguage:\n{codes}---\n\n"
-
-
-_USE = """
-## With transformers
-
-```python
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer  # transformers 4: 5.22 routes wrongly
-
-tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
-model = AutoModelForSeq2SeqLM.from_pretrained("THIS_FOLDER").eval()
-texts = tokenizer(["TEXT"], return_tensors="pt", padding=True)  # with several targets: >>de<<TEXT
-print(tokenizer.batch_decode(model.generate(**texts), skip_special_tokens=True))
-```
-
-The epsilon of layer normalization is 1e-5 in this layout, where the model was trained with 1e-6.
-"""
 
 
 def inexpressible(config: TransformerConfig) -> str:

@@ -41,15 +41,17 @@ _SOURCES = 8  # of the text, that are named
 VERSION = 1  # of release.json
 
 
-def card(run: Run, step: int, weights: int, size: int, precision: str) -> str:
-    """The card in Markdown, by `card.md`: what is known, and the name of what is not."""
+def card(
+    run: Run, step: int, weights: int, size: int, precision: str, form: str = "card.md"
+) -> str:
+    """The card in Markdown, by a template: what is known, and the name of what is not."""
     scored, corpus = _evaluated(run, step), _corpus(run)
     logged = [record for record in run.metrics() if record["step"] <= step]
     dev = [r["nll"] for r in logged if r["kind"] == "dev" and r["step"] == step]
     tests = {f"test: {test}": means.get("all") for test, means in scored.get("tests", {}).items()}
     text = fill_in(
         Path(__file__).parent,
-        "card.md",
+        form,
         run=run,
         config=run.config,
         languages=run.tokenizer.config.languages,
