@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+
 from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.data.tiers import Package, Source
@@ -60,7 +62,7 @@ def fetch(
     """Download and unpack what is not there yet, calling `done` for each package as it comes."""
     folder = folder.resolve()  # the clients run in folders of their own
     folder.mkdir(parents=True, exist_ok=True)
-    problems = []
+    problems: list[Skipped | None] = []
     missing: dict[str, list[tuple[Package, Source]]] = {}
     for package, source in packages:
         if fetched(package, folder):
@@ -70,9 +72,9 @@ def fetch(
     for client, wanted in missing.items():
         for package, outcome in _CLIENTS[client](wanted, folder):
             problem = Skipped(package.requirement, outcome) if outcome else None
-            problems += [problem] if problem else []
+            problems.append(problem)
             done(package, problem)
-    return problems
+    return list(filter(None, problems))
 
 
 # Each client yields every package with what went wrong, or "" when it is unpacked.
@@ -114,11 +116,6 @@ def _apt(wanted: _Wanted, folder: Path) -> _Outcomes:
                 yield package, _outcome(_download, alone, found, package, source, folder, scratch)
 
 
-def _apt_descriptions(wanted: _Wanted, folder: Path) -> _Outcomes:
-    for package, source in wanted:
-        yield package, _outcome(_describe, package, source, folder)
-
-
 def _outcome(work: Callable[..., None], *given: Any) -> str:
     """What went wrong with a package, or ""."""
     try:
@@ -143,16 +140,21 @@ def _download(
     unpack(found[0], package, source, folder)
 
 
-def _describe(package: Package, source: Source, folder: Path) -> None:
+def _apt_descriptions(wanted: _Wanted, folder: Path) -> _Outcomes:
     """Debian's translated package descriptions, which are part of the archive's own lists."""
+    for package, source in wanted:
+        yield package, _outcome(_describe, package, source, folder)
+
+
+def _describe(package: Package, source: Source, folder: Path) -> None:
     with atomic.new_folder(folder / package.id) as part:
         lists = part / "lists"
         _apt_lists(part, source.arguments)
         found = sorted(lists.glob("*_Translation-*"))
         for path in found:
             name = path.name.replace("%5f", "_").removesuffix(".lz4")
-            with reading():
-                data = _decompressed(path)
+            with reading():  # an ending such as .lz4 tells how it is compressed
+                data = pyarrow.input_stream(str(path)).read()
             (part / name).write_bytes(data)
         shutil.rmtree(lists)
         shutil.rmtree(part / "cache")
@@ -201,11 +203,3 @@ def _call(command: list[str], cwd: str) -> None:
         # The last error line is the client's own summary; warnings before it are noise.
         errors = [line for line in lines if re.match(r"E:|ERROR|npm ERR|npm error", line)] or lines
         raise BrokenPackageError(errors[-1][:300] if errors else f"exit status {done.returncode}")
-
-
-def _decompressed(path: Path) -> bytes:
-    import pyarrow
-
-    compression = "lz4" if path.suffix == ".lz4" else None
-    with pyarrow.input_stream(str(path), compression=compression) as stream:
-        return stream.read()

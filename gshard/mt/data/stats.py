@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Sequence
+
 from rich.table import Table
 from rich.text import Text
 
@@ -15,59 +18,53 @@ def language_table(corpus: Corpus, most: int = 0) -> Table:
     """Pairs by language and split, the largest language first; `most` rows, or all."""
     english = corpus.manifest.get("english", 0)  # earlier versions did not count them
     counted = f", {english:,} different English sentences" if english else " with English"
-    table = Table(title=f"{len(corpus.languages)} languages{counted}")
-    for name in ("rank", "language", *SPLITS, "English words", "4 words or more"):
-        table.add_column(name, justify="left" if name == "language" else "right")
-    shown = corpus.languages[: most or None]
-    for rank, language in enumerate(shown, 1):
-        train = corpus.manifest["languages"][language]["train"]
-        table.add_row(
-            str(rank),
-            language,
-            *(f"{corpus.count(language, split):,}" for split in SPLITS),
-            f"{train['english_words']:,}",
-            f"{train['at_least_4_words'] / train['pairs']:.0%}",
-        )
+    heads = ("rank", "language", *SPLITS, "English words", "4 words or more")
+    shown = enumerate(corpus.languages[: most or None], 1)
+    rows = [[str(rank), language, *_counted(corpus, [language])] for rank, language in shown]
+    table = _table(f"{len(corpus.languages)} languages{counted}", heads, ("language",), rows)
     table.add_section()
-    everywhere = corpus.manifest["languages"]
-    totals = [sum(corpus.count(language, split) for language in everywhere) for split in SPLITS]
-    trains = [entry["train"] for entry in everywhere.values() if "train" in entry]
-    words = sum(entry["english_words"] for entry in trains)
-    long = sum(entry["at_least_4_words"] for entry in trains)
-    share = f"{long / totals[0]:.0%}" if totals[0] else ""
-    table.add_row("", "all", *(f"{total:,}" for total in totals), f"{words:,}", share)
+    table.add_row("", "all", *_counted(corpus, corpus.manifest["languages"]))
     return table
+
+
+def _counted(corpus: Corpus, languages: Collection[str]) -> list[str]:
+    """Pairs of every split, English words, and the share of pairs with at least four of them."""
+    pairs = [sum(corpus.count(language, split) for language in languages) for split in SPLITS]
+    trains = [corpus.manifest["languages"][language].get("train", {}) for language in languages]
+    names = ("english_words", "at_least_4_words")
+    words, long = (sum(train.get(name, 0) for train in trains) for name in names)
+    share = f"{long / pairs[0]:.0%}" if pairs[0] else ""
+    return [*(f"{count:,}" for count in (*pairs, words)), share]
 
 
 def dropped_table(corpus: Corpus) -> Table:
     """How many pairs were dropped, by reason."""
-    table = Table(title="dropped")
-    table.add_column("reason")
-    table.add_column("pairs", justify="right")
-    dropped = corpus.manifest["dropped"]
-    for reason in sorted(dropped, key=lambda reason: -dropped[reason]):
-        table.add_row(Text(reason), f"{dropped[reason]:,}")
-    return table
+    dropped = Counter(corpus.manifest["dropped"]).most_common()
+    rows = [[reason, f"{count:,}"] for reason, count in dropped]
+    return _table("dropped", ("reason", "pairs"), ("reason",), rows)
 
 
 def source_table(corpus: Corpus, most: int = 20) -> Table:
     """The sources that gave the most pairs, with version and licence."""
-    table = Table(title="sources")
-    for name in ("source", "version", "licence"):
-        table.add_column(name, overflow="fold")
-    table.add_column("pairs", justify="right")
     stated = {source["name"]: source for source in corpus.manifest["sources"]}
-    pairs: dict[str, int] = {}
+    pairs = Counter[str]()
     for entry in corpus.manifest["languages"].values():
         for split in entry.values():
-            for origin, count in split["origins"].items():
-                pairs[origin] = pairs.get(origin, 0) + count
-    for origin in sorted(pairs, key=lambda origin: -pairs[origin])[:most]:
-        source = stated.get(origin, {})
-        stated_of = (source.get("version", ""), source.get("licence", ""))
-        # As text: brackets in a name are not markup.
-        cells = (Text(str(cell)) for cell in (origin, *stated_of, f"{pairs[origin]:,}"))
-        table.add_row(*cells)
+            pairs.update(split["origins"])
+    heads, rows = ("source", "version", "licence"), []
+    for origin, count in pairs.most_common(most):
+        about = (stated.get(origin, {}).get(name, "") for name in heads[1:])
+        rows.append([origin, *map(str, about), f"{count:,}"])
+    return _table("sources", (*heads, "pairs"), heads, rows)
+
+
+def _table(title: str, heads: Sequence[str], left: Sequence[str], rows: list[list[str]]) -> Table:
+    """Cells are text, in which brackets are no markup; columns but those in `left` are numbers."""
+    table = Table(title=title)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 

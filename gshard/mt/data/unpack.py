@@ -144,7 +144,8 @@ def members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
         with zipfile.ZipFile(archive) as zipped:
             for entry in zipped.infolist():
                 if not entry.is_dir() and _inside(entry.filename):
-                    yield entry.filename, functools.partial(_read_zipped, zipped, entry)
+                    opened = functools.partial(zipped.open, entry)
+                    yield entry.filename, functools.partial(_read_at_most, opened, entry.filename)
         return
     process = None
     if archive.suffix == ".deb":
@@ -158,9 +159,8 @@ def members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
             for member in tar:
                 name = member.name.removeprefix("./")
                 if member.isreg() and _inside(name):
-                    file = tar.extractfile(member)
-                    assert file is not None
-                    yield name, functools.partial(_read_at_most, file, name)
+                    opened = functools.partial(tar.extractfile, member)
+                    yield name, functools.partial(_read_at_most, opened, name)
     finally:
         if process:
             assert process.stdout is not None
@@ -168,14 +168,10 @@ def members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
             process.wait()
 
 
-def _read_zipped(zipped: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    with zipped.open(entry) as file:
-        return _read_at_most(file, entry.filename)
-
-
-def _read_at_most(file: IO[bytes], name: str) -> bytes:
+def _read_at_most(opened: Callable[[], Any], name: str) -> bytes:
     """A file's contents, if they are of a sane size, whatever its header claims."""
-    data = file.read(MAX_BYTES + 1)
+    with opened() as file:
+        data: bytes = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise ValueError(f"{name} unpacks to more than {MAX_BYTES >> 20} MB")
     return data
@@ -282,7 +278,8 @@ class Files:
             file: IO[bytes] = self._open[1].open(member)
         else:
             file = place.open("rb")
-        with file, _COMPRESSED[suffix](file) if suffix else file as unpacked:
+        with file:
+            unpacked = functools.partial(_COMPRESSED[suffix], file) if suffix else lambda: file
             return _read_at_most(unpacked, path)
 
 

@@ -158,20 +158,7 @@ def _gpus(index: int, count: int) -> dict[str, str]:
 
 
 SECONDS = 8  # that a child has to stop by itself
-
-_SCRIPT = f"""
-trap '' HUP INT TERM
-read -r group || exit 0
-read -r word && exit 0
-kill -s TERM -- "-$group"
-second=0
-while [ $second -lt {SECONDS} ]; do
-    sleep 1
-    kill -s 0 -- "-$group" || exit 0
-    second=$((second + 1))
-done
-kill -s KILL -- "-$group"
-"""
+_SCRIPT = Path(__file__).with_name("keeper.sh")
 
 
 class Keeper:
@@ -186,7 +173,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", _SCRIPT],
+            ["/bin/sh", str(_SCRIPT), str(SECONDS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

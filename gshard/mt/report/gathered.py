@@ -352,7 +352,9 @@ def _pairs(
         manifest = _read_object(place / "manifest.json", problems) or {}
         languages = kept(dict[str, dict[str, Record]], manifest.get("languages"))
         if languages is not None:
-            counts = {name: each.get("train", {}).get("pairs", 0) for name, each in languages.items()}
+            counts = {
+                name: each.get("train", {}).get("pairs", 0) for name, each in languages.items()
+            }
             return {name: count for name, count in counts.items() if count > 0}
     found: dict[str, float] = {}
     for task in evaluation.tasks.values() if evaluation else ():
