@@ -123,7 +123,7 @@ class _Gathering:
             step(result.name)
         todo = [job for job in wanted if job.target not in results]
         # The largest first, so that no process is left alone with it at the end.
-        todo.sort(key=_weight, reverse=True)
+        todo.sort(key=lambda job: job.weight, reverse=True)
         for job, result in _parallel(jobs.read_and_clean, todo, self.config):
             results[job.target] = result
             step(result.name)
@@ -190,15 +190,6 @@ class _Gathering:
                 }
             )
         return sources
-
-
-def _weight(job: jobs.CleaningJob) -> int:
-    if job.own is not None:
-        return sum(path.stat().st_size for path in job.own.paths)
-    assert job.unit is not None
-    assert job.packages is not None
-    stamps = [fetch.fetched(package, job.packages) for package in job.unit.packages]
-    return sum(stamp.bytes for stamp in stamps if stamp)
 
 
 def _parallel(

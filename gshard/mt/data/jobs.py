@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from gshard.mt.data.unpack import Files
 CLEANING = 1  # to be raised when readers or filters change what comes out
 _ROWS = 200_000  # in memory at a time
 _KEY = b"gshard"
+Cells = tuple[str, str, str, str, str]
 SCHEMA = pa.schema(
     [(name, pa.string()) for name in ("language", "source", "english", "origin", "split")]
 )
@@ -36,16 +37,16 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class CleaningJob:
-    """A unit to be read: either a tier's packages or something of the user's own."""
+    """A unit to be read: a tier's packages, or something of the user's own.
+
+    `rows` makes its rows, and is told what counts the dropped ones and what takes reports.
+    """
 
     name: str
     target: Path
     digest: str
-    unit: Unit | None = None
-    packages: Path | None = None  # where the unit's packages are unpacked
-    languages: tuple[str, ...] = ()  # all
-    far_share: float = 0.0
-    own: user_text.Own | None = None
+    weight: int  # the bytes that are to be read, about
+    rows: Callable[[Counter[str], readers.Report], Iterator[Cells]]
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,14 @@ class Cleaned:
 def unit_job(unit: Unit, packages: Path, folder: Path, tier: Tier) -> CleaningJob:
     """The job of a tier's unit; its digest covers the packages that came and how to read them."""
     stamps = [fetch.fetched(package, packages) for package in unit.packages]
+    weight = sum(stamp.bytes for stamp in stamps if stamp)
     kept = (tier.languages, tier.far_share)
     text = f"{CLEANING} {unit.source.read} {unit.source.split} {kept} {stamps}"
     digest = hashlib.sha256(text.encode()).hexdigest()
     client = unit.packages[0].client
     target = folder / f"{client}-{unit.name}.parquet".replace("/", "+")
-    return CleaningJob(unit.name, target, digest, unit, packages, *kept)
+    rows = functools.partial(_unit_rows, unit, packages, *kept)
+    return CleaningJob(unit.name, target, digest, weight, rows)
 
 
 def own_job(what: user_text.Own, folder: Path) -> CleaningJob:
@@ -75,7 +78,8 @@ def own_job(what: user_text.Own, folder: Path) -> CleaningJob:
     place = hashlib.sha256(b"\n".join(os.fsencode(path.resolve()) for path in what.paths))
     # A name in the file system has 255 bytes at most, and the user's may have all of them.
     target = folder / f"own-{what.name[:50]}-{place.hexdigest()[:8]}.parquet"
-    return CleaningJob(what.name, target, digest, own=what)
+    weight = sum(path.stat().st_size for path in what.paths)
+    return CleaningJob(what.name, target, digest, weight, functools.partial(_own_rows, what))
 
 
 def finished(job: CleaningJob) -> Cleaned | None:
@@ -111,7 +115,7 @@ def read_and_clean(job: CleaningJob) -> Cleaned:
         atomic.new_file(job.target) as part,
         pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer,
     ):
-        for rows in in_groups(_rows(job, dropped, report), _ROWS):
+        for rows in in_groups(job.rows(dropped, report), _ROWS):
             writer.write_table(pa.table(list(map(list, zip(*rows, strict=True))), SCHEMA))
             pairs += len(rows)
         found = Cleaned(job.name, pairs, dict(dropped), tuple(problems))
@@ -122,28 +126,32 @@ def read_and_clean(job: CleaningJob) -> Cleaned:
     return found
 
 
-Cells = tuple[str, str, str, str, str]
-
-
-def _rows(job: CleaningJob, dropped: Counter[str], report: readers.Report) -> Iterator[Cells]:
-    if job.own is not None:
-        for raw, origin, split in user_text.read_own(job.own, report):
-            if job.own.clean:
-                for english, text in clean(raw, dropped):
-                    yield raw.language, text, english, origin, split
-            elif (english := normalise(raw.english)) and (text := normalise(raw.text)):
+def _own_rows(own: user_text.Own, dropped: Counter[str], report: readers.Report) -> Iterator[Cells]:
+    for raw, origin, split in user_text.read_own(own, report):
+        if own.clean:
+            for english, text in clean(raw, dropped):
                 yield raw.language, text, english, origin, split
-            else:
-                dropped["empty"] += 1
-        return
-    assert job.unit is not None
-    assert job.packages is not None
-    there = [p for p in job.unit.packages if fetch.fetched(p, job.packages)]
-    files = Files({package.name: job.packages / package.id for package in there})
-    origin_of = functools.cache(functools.partial(_origin, job.unit, job.far_share))
+        elif (english := normalise(raw.english)) and (text := normalise(raw.text)):
+            yield raw.language, text, english, origin, split
+        else:
+            dropped["empty"] += 1
+
+
+def _unit_rows(
+    unit: Unit,
+    packages: Path,
+    languages: tuple[str, ...],
+    far_share: float,
+    dropped: Counter[str],
+    report: readers.Report,
+) -> Iterator[Cells]:
+    """The rows of the packages that are unpacked in `packages`; no `languages` are all."""
+    there = [package for package in unit.packages if fetch.fetched(package, packages)]
+    files = Files({package.name: packages / package.id for package in there})
+    origin_of = functools.cache(functools.partial(_origin, unit, far_share))
     once: set[tuple[str, str, str]] = set()  # catalogs repeat each other within a package
-    for reading in job.unit.source.read:
-        for raw in readers.read(files, reading, report, job.languages):
+    for reading in unit.source.read:
+        for raw in readers.read(files, reading, report, languages):
             origin, split = origin_of(raw.document)
             for english, text in clean(raw, dropped):
                 if (row := (raw.language, text, english)) not in once:

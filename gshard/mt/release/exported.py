@@ -47,7 +47,7 @@ VOCABULARY = "gshard_vocabulary.json"  # languages and directions, for `gshard i
 _WEIGHTS = "model.safetensors"
 _SPECIAL = {PAD: "<target pad>", UNKNOWN: "<target unk>", START: "<target s>", END: "<target /s>"}
 # What is the same for all models there.
-_LAYOUT = json.loads(Path(__file__).with_name("huggingface.json").read_text(encoding="utf-8"))
+LAYOUT = json.loads(Path(__file__).with_name("huggingface.json").read_text(encoding="utf-8"))
 _POSITIONS = 1024  # of the table of positions; it grows when it has to
 
 
@@ -187,8 +187,8 @@ def _config(c: TransformerConfig) -> dict[str, Any]:
         "decoder_sparse_step": 2 if c.experts_in == "both" else 0,
     }
     return {
-        **_LAYOUT["config"],
-        **(_LAYOUT["experts"] | sparse if c.experts else {}),
+        **LAYOUT["config"],
+        **(LAYOUT["experts"] | sparse if c.experts else {}),
         "vocab_size": c.source_vocab + c.target_vocab,
         "d_model": c.model_dim,
         **{f"{side}_layers": getattr(c, f"{side}_layers") for side in hidden},
@@ -229,7 +229,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     _write(folder / "vocab.json", ids | special)
     _write(folder / "target_vocab.json", target | {"<unk>": size + UNKNOWN, "<pad>": size + PAD})
     sizes = {"additional_special_tokens": [*special], "model_max_length": _POSITIONS}
-    _write(folder / "tokenizer_config.json", _LAYOUT["tokenizer"] | sizes)
+    _write(folder / "tokenizer_config.json", LAYOUT["tokenizer"] | sizes)
 
 
 def _code(piece: str) -> str:

@@ -142,38 +142,31 @@ def _inexpressible(given: TheirSettings) -> str:
     """Why a checkpoint has no form in gshard, or ""."""
     sparse = given.model_type == "nllb-moe"
     steps = (given.encoder_sparse_step, given.decoder_sparse_step)
-    checks: list[tuple[bool, str]] = [
-        (given.activation_function != "relu", f"activation {given.activation_function!r}"),
-        (not given.scale_embedding, "embeddings that are not scaled (scale_embedding)"),
-        (not given.tie_word_embeddings, "an output projection of its own"),
-        (
-            given.encoder_attention_heads != given.decoder_attention_heads,
-            f"{given.encoder_attention_heads} and {given.decoder_attention_heads} heads",
-        ),
-        (
-            bool(given.encoder_layers % 2 or given.decoder_layers % 2),
-            f"{given.encoder_layers} and {given.decoder_layers} layers, which are not even",
-        ),
-        (given.d_model % 2 > 0, f"an odd d_model of {given.d_model}"),
-        (
-            given.d_model % given.encoder_attention_heads > 0,
-            f"a d_model of {given.d_model}, not a multiple of the heads",
-        ),
-        (sparse and given.router_bias, "a router with a bias (router_bias)"),
-        (
-            sparse and not given.moe_eval_capacity_token_fraction >= 1,
-            "tokens that are dropped (moe_eval_capacity_token_fraction below 1)",
-        ),
-        (
-            sparse and given.second_expert_policy != "all",
-            f"a second expert by chance ({given.second_expert_policy!r})",
-        ),
-        (
-            sparse and (not steps[0] or steps[0] % 2 > 0 or steps[1] not in (0, steps[0])),
-            f"experts in every {steps[0]} encoder and {steps[1]} decoder layers",
-        ),
-    ]
-    return next((reason for holds, reason in checks if holds), "")
+    heads = (given.encoder_attention_heads, given.decoder_attention_heads)
+    layers = (given.encoder_layers, given.decoder_layers)
+    wrong: dict[str, bool] = {
+        f"activation {given.activation_function!r}": given.activation_function != "relu",
+        "embeddings that are not scaled (scale_embedding)": not given.scale_embedding,
+        "an output projection of its own": not given.tie_word_embeddings,
+        f"{heads[0]} and {heads[1]} heads": heads[0] != heads[1],
+        f"{layers[0]} and {layers[1]} layers, which are not even": any(n % 2 for n in layers),
+        f"an odd d_model of {given.d_model}": given.d_model % 2 > 0,
+        f"a d_model of {given.d_model}, not a multiple of the heads": given.d_model % heads[0] > 0,
+    }
+    if sparse:
+        wrong |= {
+            "a router with a bias (router_bias)": given.router_bias,
+            "tokens that are dropped (moe_eval_capacity_token_fraction below 1)": (
+                not given.moe_eval_capacity_token_fraction >= 1
+            ),
+            f"a second expert by chance ({given.second_expert_policy!r})": (
+                given.second_expert_policy != "all"
+            ),
+            f"experts in every {steps[0]} encoder and {steps[1]} decoder layers": (
+                not steps[0] or steps[0] % 2 > 0 or steps[1] not in (0, steps[0])
+            ),
+        }
+    return next((reason for reason, holds in wrong.items() if holds), "")
 
 
 def _target_first(folder: Path, given: TheirSettings) -> int:

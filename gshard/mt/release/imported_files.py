@@ -167,15 +167,7 @@ _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
 
 _PIECES = "sentencepiece.bpe.model"
 _SYMBOLS = ("<pad>", "<unk>", "<s>", "</s>")  # in gshard's order
-_CODES = {  # of M2M100's tokenizer, whose files do not list them
-    "m2m100": (
-        "af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl "
-        "gu ha he hi hr ht hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml "
-        "mn mr ms my ne nl no ns oc or pa pl ps pt ro ru sd si sk sl so sq sr ss su sv sw ta th tl "
-        "tn tr uk ur uz vi wo xh yi yo zh zu"
-    ),
-    "wmt21": "en ha is ja cs ru zh de",
-}
+_CODES: dict[str, str] = exported.LAYOUT["languages"]  # of M2M100's tokenizer, not in its files
 
 
 def read_tokenizer(folder: Path, given: TheirSettings, sizes: tuple[int, int]) -> Tokenizer | None:

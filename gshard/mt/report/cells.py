@@ -26,50 +26,39 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def whole(value: float | None) -> str:
+def whole(value: float) -> str:
     """12,345"""
-    return MISSING if value is None else f"{round(value):,}"
+    return f"{round(value):,}"
 
 
-def short(value: float | None) -> str:
+def short(value: float) -> str:
     """Three figures and a letter: 12.3M, 600B."""
-    if value is None:
-        return MISSING
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * size:
-            return f"{_three(value / size)}{letter}"
-    return _three(value)
-
-
-def _three(value: float) -> str:
+    sizes = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+    size, letter = next((each for each in sizes if abs(value) >= 0.9995 * each[0]), (1.0, ""))
+    value /= size
     places = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     text = f"{value:.{places}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    return (text.rstrip("0").rstrip(".") if "." in text else text) + letter
 
 
-def fixed(value: float | None, places: int = 1) -> str:
+def fixed(value: float, places: int = 1) -> str:
     """A fixed number of decimals."""
-    return MISSING if value is None else f"{value:.{places}f}"
+    return f"{value:.{places}f}"
 
 
-def signed(value: float | None, places: int = 1) -> str:
+def signed(value: float, places: int = 1) -> str:
     """A fixed number of decimals and always a sign, with a true minus."""
-    if value is None:
-        return MISSING
     text = f"{abs(value):.{places}f}"
-    sign = "" if float(text) == 0 else "+" if value > 0 else "\u2212"
-    return sign + text
+    return ("" if float(text) == 0 else "+" if value > 0 else "\u2212") + text
 
 
-def share(value: float | None) -> str:
+def share(value: float) -> str:
     """12.3%"""
-    return MISSING if value is None else f"{value:.1%}"
+    return f"{value:.1%}"
 
 
-def duration(seconds: float | None) -> str:
+def duration(seconds: float) -> str:
     """45 s, 12 min, 3 h 20 min, 4 d 2 h."""
-    if seconds is None:
-        return MISSING
     if seconds < 99.5:
         return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.1f} s"
     minutes = round(seconds / 60)
@@ -82,10 +71,8 @@ def duration(seconds: float | None) -> str:
     return f"{days} d {hours} h" if hours else f"{days} d"
 
 
-def day(seconds: float | None) -> str:
+def day(seconds: float) -> str:
     """A moment, in the time of the machine that writes the report."""
-    if seconds is None:
-        return MISSING
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
@@ -124,9 +111,9 @@ class Grid:
     breaks: Sequence[int] = ()
 
 
-def figure(value: float | None, written: Callable[[float | None], str] = fixed) -> Cell:
-    """A number."""
-    return Cell(written(value), value, "none" if value is None else "")
+def figure(value: float | None, written: Callable[[float], str] = fixed, kind: str = "") -> Cell:
+    """A number, or a sign that there is none."""
+    return Cell(MISSING, None, "none") if value is None else Cell(written(value), value, kind)
 
 
 def words(text: str, kind: str = "") -> Cell:
@@ -136,8 +123,7 @@ def words(text: str, kind: str = "") -> Cell:
 
 def change(value: float | None) -> Cell:
     """A difference, coloured by its sign and with the sign written."""
-    kind = "none" if value is None else "gain" if value > 0 else "loss" if value < 0 else ""
-    return Cell(signed(value), value, kind)
+    return figure(value, signed, "gain" if (value or 0) > 0 else "loss" if value else "")
 
 
 def run_name(run: Gathered, runs: Sequence[Gathered]) -> Cell:

@@ -13,7 +13,7 @@ from typing import Any
 
 from gshard.mt.report import measures
 from gshard.mt.report.cells import colour, cut
-from gshard.mt.report.gathered import SIDES, Direction, Example, Gathered, Record
+from gshard.mt.report.gathered import SIDES, Direction, Gathered, Record
 from gshard.pages import Chart, ChartAxis, Series, curves
 
 MOST_POINTS = 500  # of a curve; more cannot be told apart on a screen
@@ -213,7 +213,11 @@ def examples(runs: Sequence[Gathered], order: Sequence[Direction]) -> dict[str, 
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for place, run in enumerate(runs):
         for example in run.evaluation.examples if run.evaluation else ():
-            entry = found.setdefault((example.task, example.source), _example(example))
+            texts = {
+                name: cut(getattr(example, name), LONGEST_TEXT) for name in ("source", "reference")
+            }
+            entry = {"task": example.task, **texts, "translations": []}
+            entry = found.setdefault((example.task, example.source), entry)
             if place in (each[0] for each in entry["translations"]):
                 continue  # the same sentence twice in a test set
             text = cut(example.translation, LONGEST_TEXT)
@@ -231,15 +235,6 @@ def examples(runs: Sequence[Gathered], order: Sequence[Direction]) -> dict[str, 
                 kept.append(entries[depth])
                 size += _size(entries[depth])
     return {"all": len(found), "list": kept}
-
-
-def _example(example: Example) -> dict[str, Any]:
-    return {
-        "task": example.task,
-        "source": cut(example.source, LONGEST_TEXT),
-        "reference": cut(example.reference, LONGEST_TEXT),
-        "translations": [],
-    }
 
 
 def _size(entry: dict[str, Any]) -> int:

@@ -17,8 +17,8 @@ from typing import Any
 
 from gshard.mt.report import cells as as_text
 from gshard.mt.report import charts, measures, tables
-from gshard.mt.report.cells import COLOURS, Grid
-from gshard.mt.report.gathered import Gathered
+from gshard.mt.report.cells import COLOURS, Cell, Grid
+from gshard.mt.report.gathered import Direction, Gathered
 from gshard.pages import checked, style
 from gshard.pages import render as fill_in
 
@@ -30,7 +30,7 @@ Section = dict[str, Any]  # for its part of page.html; one with a key and a titl
 
 def render(runs: Sequence[Gathered], now: float | None = None) -> str:
     """The page."""
-    data = charts.chart_data(runs)
+    data, (best, why) = charts.chart_data(runs), _best(runs)
     known = _sections(runs, data)
     missing = [section for section in known if len(section) == 2]
     if len(missing) == len(known):
@@ -42,7 +42,8 @@ def render(runs: Sequence[Gathered], now: float | None = None) -> str:
         style=style(_HERE.parents[1] / "pages", "tokens.css", "page.css")
         + style(_HERE, "page.css"),
         data=checked(data | {"colours": COLOURS}),
-        tiles=_tiles(runs),
+        tiles=_tiles(best, runs),
+        best=why,
         runs=runs,
         sections=[section for section in known if section not in missing],
         missing=missing,
@@ -74,39 +75,39 @@ def _sections(runs: Sequence[Gathered], data: dict[str, Any]) -> list[Section]:
     return found
 
 
-def _tiles(runs: Sequence[Gathered]) -> list[tuple[str, str, str]]:
-    """The headline figures, of the best run where there are several."""
+def _best(runs: Sequence[Gathered]) -> tuple[Gathered, str]:
+    """The run with the highest BLEU, and its name where there are several."""
     scored = [run for run in runs if measures.average(run, "all", "bleu") is not None]
     best = max(scored or runs, key=lambda run: measures.average(run, "all", "bleu") or 0.0)
-    note = f"best of {len(scored)}: {best.name}" if len(scored) > 1 else ""
-    note = note or (best.name if len(runs) > 1 else "")
-    found: list[tuple[str, str, str]] = []
-    bleu = measures.average(best, "all", "bleu")
-    if bleu is not None and best.evaluation:
-        count = len(best.evaluation.tasks)
-        into = all(task.into_english for task in best.evaluation.tasks.values())
-        what = f"{count} languages into English" if into else f"{count} directions"
-        copied = measures.average(best, "all", "copy_bleu")
-        beside = "" if copied is None else f"copying the source gets {as_text.fixed(copied)}"
-        detail = "; ".join(filter(None, (beside, note)))
-        found.append((as_text.fixed(bleu), f"BLEU, mean of {what}", detail))
-        delta = measures.mean_gain(best, measures.baselines_of(best, runs)[0])
-        if delta is not None:
-            found.append((as_text.signed(delta), "BLEU over bilingual baselines", ""))
-    curve = measures.curve(best.dev, smooth=False)
-    if curve.smoothed:
-        found.append((as_text.fixed(min(curve.smoothed), 2), "lowest dev cross-entropy", ""))
-    weights = best.evaluation.about.get("weights") if best.evaluation else None
-    for value, written, label in (
-        (weights, as_text.short, "weights"),
-        (best.last.get("tokens"), as_text.short, "target tokens trained on"),
-        (best.last.get("seconds"), as_text.duration, "of training"),
-    ):
-        if value is not None:
-            found.append((written(value), label, ""))
-    if found and not found[0][2] and note:
-        found[0] = (*found[0][:2], note)
-    return found
+    if len(scored) > 1:
+        return best, f"best of {len(scored)}: {best.name}"
+    return best, best.name if len(runs) > 1 else ""
+
+
+def _tiles(run: Gathered, runs: Sequence[Gathered]) -> list[Cell]:
+    """The headline figures of a run, each with its meaning and a hint."""
+    about, tasks = {}, dict[str, Direction]()
+    if run.evaluation:
+        about, tasks = run.evaluation.about, run.evaluation.tasks
+    into = all(task.into_english for task in tasks.values())
+    what = f"{len(tasks)} languages into English" if into else f"{len(tasks)} directions"
+    copied = measures.average(run, "all", "copy_bleu")
+    beside = "" if copied is None else f"copying the source gets {as_text.fixed(copied)}"
+    bleu, dev = measures.average(run, "all", "bleu"), measures.curve(run.dev, smooth=False)
+    gain = None if bleu is None else measures.mean_gain(run, measures.baselines_of(run, runs)[0])
+    figures = (
+        (bleu, as_text.fixed, f"BLEU, mean of {what}", beside),
+        (gain, as_text.signed, "BLEU over bilingual baselines", ""),
+        (min(dev.smoothed, default=None), "{:.2f}".format, "lowest dev cross-entropy", ""),
+        (about.get("weights"), as_text.short, "weights", ""),
+        (run.last.get("tokens"), as_text.short, "target tokens trained on", ""),
+        (run.last.get("seconds"), as_text.duration, "of training", ""),
+    )
+    return [
+        Cell(written(value), detail=label, hint=hint)
+        for value, written, label, hint in figures
+        if value is not None
+    ]
 
 
 def _command(name: str, run: Gathered, *options: str) -> str:

@@ -6,6 +6,7 @@ They are the tables of the paper's section 4, and every number that a chart show
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from gshard.mt.report import measures
@@ -95,10 +96,9 @@ def _baselines(run: Gathered, several: bool) -> list[Cell]:
     tasks = list(run.baselines.tasks.values())
     weights = measures.mean(task.get("weights") for task in tasks)
     name = f"{len(tasks)} bilingual baselines" + (f" of {run.name}" if several else "")
-    size = Cell(f"{len(tasks)} \N{MULTIPLICATION SIGN} {short(weights)}", weights)
     known = {
         "Model": words(name, "quiet"),
-        "Weights": size if weights is not None else figure(None),
+        "Weights": figure(weights, lambda w: f"{len(tasks)} \N{MULTIPLICATION SIGN} {short(w)}"),
         "Steps": figure(measures.mean(task.get("steps") for task in tasks), whole),
         "Time": figure(run.baselines.seconds, duration),
         "BLEU": figure(_mean_baseline(run, run.baselines, "all")),
@@ -204,13 +204,15 @@ def _head(task: Direction, several: bool) -> list[Cell]:
     few = task.sentences is not None and task.sentences < FEW
     hint = f"fewer than {FEW} sentences: the scores say little"
     hint += ", and the averages leave them out" if task.few else ""
-    mark = {"mark": "few*" if task.few else "few", "hint": hint} if few else {}
+    sentences = figure(task.sentences, whole)
+    if few:
+        sentences = replace(sentences, kind="few", mark="few*" if task.few else "few", hint=hint)
     group = GROUPS.index(task.group) if task.group else None
     return [
         Cell("", task.name, language=task.language, detail=task.name if several else ""),
         Cell(task.group or MISSING, group, "quiet"),
         figure(task.train_pairs, whole),
-        Cell(whole(task.sentences), task.sentences, "few" if few else "", **mark),
+        sentences,
     ]
 
 
