@@ -144,7 +144,7 @@ def members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
         with zipfile.ZipFile(archive) as zipped:
             for entry in zipped.infolist():
                 if not entry.is_dir() and _inside(entry.filename):
-                    opened = functools.partial(zipped.open, entry)
+                    opened: Callable[[], Any] = functools.partial(zipped.open, entry)
                     yield entry.filename, functools.partial(_read_at_most, opened, entry.filename)
         return
     process = None

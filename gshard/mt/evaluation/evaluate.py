@@ -91,18 +91,13 @@ def evaluate(
     sets = sets_of(run, config)
     system = open_system(config.checkpoint)
     store, found = translations(run.folder, system, config, sets, progress)
-    others: dict[str, dict[str, list[stored.Translation]]] = {}
-    if config.untrained:
-        fresh = open_system("untrained")
-        _, others["untrained"] = translations(
-            run.folder, fresh, config, sets, progress, "untrained"
-        )
-    rounded = open_rounded(system) if open_rounded else None
-    if rounded is not None:
-        _, others["rounded"] = translations(
-            run.folder, rounded, config, sets, progress, rounded.numbers
-        )
-
+    controls = {"untrained": open_system("untrained")} if config.untrained else {}
+    if open_rounded:
+        controls["rounded"] = open_rounded(system)
+    others = {
+        name: translations(run.folder, each, config, sets, progress, each.numbers or name)[1]
+        for name, each in controls.items()
+    }
     groups = scoring.resource_groups(run.corpus, run.tokenizer.config.languages)
     step = progress.stage("score", len(sets))
     measured: dict[str, dict[str, Any]] = {}
@@ -117,7 +112,7 @@ def evaluate(
     result = results_of(run, config, measured, began) | {
         "checkpoint": system.step,
         "weights": system.weights,
-        **({"rounded": rounded.numbers} if rounded else {}),
+        **({"rounded": controls["rounded"].numbers} if open_rounded else {}),
         "examples": [e for held in sets for e in examples(held, found, config.examples)],
         **({"experts": loads} if loads else {}),
     }

@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
@@ -23,6 +23,8 @@ from sacrebleu.utils import SACREBLEU_DIR
 
 from gshard.mt.data.corpus import Corpus
 
+MetricName = Literal["bleu", "chrf"]
+METRICS: tuple[MetricName, ...] = ("bleu", "chrf")
 GROUPS = ("high", "mid", "low")
 FEW = 10  # sentences: with fewer, a score says next to nothing
 # What sacreBLEU cuts these languages with, the first that works here.
@@ -54,20 +56,24 @@ def score(translations: Sequence[str], references: Sequence[str], target: str = 
     """Corpus-level BLEU and chrF++ of `translations` into `target`, one reference each."""
     if len(translations) != len(references) or not references:
         raise ValueError(f"{len(translations)} translations of {len(references)} references")
-    bleu, chrf = BLEU(tokenize=cut_of(target)), CHRF(word_order=2)
-    values = [m.corpus_score(list(translations), [list(references)]).score for m in (bleu, chrf)]
-    signatures = [str(metric.get_signature()) for metric in (bleu, chrf)]
-    found = Scores(values[0], values[1], signatures[0], signatures[1])
-    if not SPBLEU_MODEL.is_file():
-        return found
-    pieces = BLEU(tokenize=_PIECES)
-    value = pieces.corpus_score(list(translations), [list(references)]).score
-    return replace(found, spbleu=value, spbleu_signature=str(pieces.get_signature()))
+    metrics: dict[str, Any] = {name: metric_of(name, target) for name in METRICS}
+    if SPBLEU_MODEL.is_file():
+        metrics["spbleu"] = BLEU(tokenize=_PIECES)
+    found: dict[str, Any] = {}
+    for name, metric in metrics.items():
+        found[name] = metric.corpus_score(list(translations), [list(references)]).score
+        found[f"{name}_signature"] = str(metric.get_signature())
+    return Scores(**found)
+
+
+def metric_of(name: str, target: str) -> Any:
+    """sacreBLEU's metric for translations into `target`."""
+    return BLEU(tokenize=cut_of(target)) if name == "bleu" else CHRF(word_order=2)
 
 
 def sentence_chrf(translation: str, reference: str) -> float:
     """chrF++ of one sentence: for people who look at examples."""
-    return float(CHRF(word_order=2).sentence_score(translation, [reference]).score)
+    return float(metric_of("chrf", "").sentence_score(translation, [reference]).score)
 
 
 @functools.cache

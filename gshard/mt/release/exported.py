@@ -279,19 +279,21 @@ def specification(model: Transformer) -> Any:
 
 
 def _specify_layer(into: Any, load: Load, side: str) -> None:
-    _specify_norm(into.self_attention.layer_norm, "self_norm", load)
-    joint = [_flat(load(f"self_attention.{name}")) for name in ("wq", "wk", "wv")]
-    _linear(into.self_attention.linear[0], *joint)
-    _linear(into.self_attention.linear[1], _back(load("self_attention.wo")))
+    norms = {"self_norm": into.self_attention, "feed_forward_norm": into.ffn}
+    attention, own = into.self_attention.linear, "self_attention"
+    products = [(attention[0], own, "qkv"), (attention[1], own, "o")]
+    products += [(into.ffn.linear_0, "feed_forward", "i"), (into.ffn.linear_1, "feed_forward", "o")]
     if side == "decoder":
-        q, k, v = (_flat(load(f"cross_attention.{name}")) for name in ("wq", "wk", "wv"))
-        _specify_norm(into.attention.layer_norm, "cross_norm", load)
-        _linear(into.attention.linear[0], q)
-        _linear(into.attention.linear[1], k, v)
-        _linear(into.attention.linear[2], _back(load("cross_attention.wo")))
-    _specify_norm(into.ffn.layer_norm, "feed_forward_norm", load)
-    _linear(into.ffn.linear_0, _floats(load("feed_forward.wi")))
-    _linear(into.ffn.linear_1, _floats(load("feed_forward.wo")))
+        norms["cross_norm"] = into.attention
+        linear, cross = into.attention.linear, "cross_attention"
+        products += zip(linear, (cross, cross, cross), ("q", "kv", "o"), strict=True)
+    for name, part in norms.items():
+        _specify_norm(part.layer_norm, name, load)
+    for linear, name, letters in products:
+        arrays = [_floats(load(f"{name}.w{letter}")) for letter in letters]
+        rows = -1 if letters == "o" else len(arrays[0])
+        columns = arrays[0].shape[-1] if letters == "o" else -1
+        _linear(linear, *(array.reshape(rows, columns) for array in arrays))
 
 
 def _linear(into: Any, *weights: np.ndarray) -> None:
@@ -302,14 +304,6 @@ def _linear(into: Any, *weights: np.ndarray) -> None:
 
 def _specify_norm(into: Any, name: str, load: Load) -> None:
     into.gamma, into.beta = _floats(load(f"{name}.scale")), _floats(load(f"{name}.bias"))
-
-
-def _flat(w_MND: Any) -> np.ndarray:
-    return _floats(w_MND).reshape(len(w_MND), -1)
-
-
-def _back(w_NUM: Any) -> np.ndarray:
-    return _floats(w_NUM).reshape(-1, w_NUM.shape[-1])
 
 
 def _floats(array: Any) -> np.ndarray:

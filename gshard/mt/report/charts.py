@@ -216,8 +216,8 @@ def examples(runs: Sequence[Gathered], order: Sequence[Direction]) -> dict[str, 
             texts = {
                 name: cut(getattr(example, name), LONGEST_TEXT) for name in ("source", "reference")
             }
-            entry = {"task": example.task, **texts, "translations": []}
-            entry = found.setdefault((example.task, example.source), entry)
+            new: dict[str, Any] = {"task": example.task, **texts, "translations": []}
+            entry = found.setdefault((example.task, example.source), new)
             if place in (each[0] for each in entry["translations"]):
                 continue  # the same sentence twice in a test set
             text = cut(example.translation, LONGEST_TEXT)

@@ -35,16 +35,9 @@ def centred_mean(values: Sequence[float | None], window: int = WINDOW) -> list[f
     four after. At the ends there are fewer; a value that is None has no mean.
     """
     known = [value for value in values if value is not None]
-    means: list[float | None] = []
-    place = 0
-    for value in values:
-        if value is None:
-            means.append(None)
-            continue
-        near = known[max(0, place - window // 2) : place + (window + 1) // 2]
-        means.append(math.fsum(near) / len(near))
-        place += 1
-    return means
+    before, after = window // 2, (window + 1) // 2
+    means = (mean(known[max(0, n - before) : n + after]) for n in range(len(known)))
+    return [None if value is None else next(means) for value in values]
 
 
 def mean(values: Iterable[float | None]) -> float | None:

@@ -71,8 +71,8 @@ def _model(run: Gathered, runs: Sequence[Gathered]) -> list[Cell]:
     layers = [run.setting("model", f"{side}_layers") for side in ("encoder", "decoder")]
     dims = [run.setting("model", name) for name in ("model_dim", "hidden_dim")]
     heads = run.setting("model", "heads")
-    depth = MISSING if None in layers else " + ".join(whole(value) for value in layers)
-    width = MISSING if None in dims else " / ".join(whole(value) for value in dims)
+    depth = MISSING if None in layers else " + ".join(whole(n) for n in layers if n is not None)
+    width = MISSING if None in dims else " / ".join(whole(n) for n in dims if n is not None)
     width += f", {whole(heads)} heads" if heads else ""
     baselines, _ = measures.baselines_of(run, runs)
     about = run.evaluation.about if run.evaluation else {}

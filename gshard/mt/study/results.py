@@ -17,24 +17,22 @@ The statistic is the mean over the languages of the difference of their scores.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from sacrebleu.metrics.bleu import BLEU
-from sacrebleu.metrics.chrf import CHRF
 
 from gshard.errors import UserError
 from gshard.mt import atomic
 from gshard.mt.atomic import known_object
 from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION, sets_of, translations
-from gshard.mt.evaluation.scores import by_test, cut_of
+from gshard.mt.evaluation.scores import METRICS as METRICS
+from gshard.mt.evaluation.scores import MetricName, by_test, metric_of
 from gshard.mt.progress import SILENT
 from gshard.mt.report import measures, write_report
 from gshard.mt.report.gathered import gather
@@ -193,8 +191,6 @@ def paired_translations(plan: Study, first: str, second: str) -> dict[str, Paire
     return pairs
 
 
-MetricName = Literal["bleu", "chrf"]
-METRICS: tuple[MetricName, ...] = ("bleu", "chrf")
 GROUPS = ("all", "high", "mid", "low")
 DIRECTIONS = ("to-english", "from-english")
 
@@ -290,11 +286,7 @@ def at_equal_cost(curve: Curve, seconds: float) -> float | None:
     times, losses = [record["seconds"] for record in curve.records], curve.smoothed
     if not times or seconds > times[-1] * 1.01:
         return None
-    place = min(bisect.bisect_left(times, seconds), len(times) - 1)
-    if place == 0 or times[place] <= seconds:
-        return losses[place]
-    (t0, t1), (a, b) = times[place - 1 : place + 1], losses[place - 1 : place + 1]
-    return a + (b - a) * (seconds - t0) / (t1 - t0)
+    return float(np.interp(seconds, times, losses))
 
 
 def efficiency(found: Sequence[Scored]) -> list[dict[str, Any]]:
@@ -328,11 +320,6 @@ class ScoreDifference:
     p: float  # share of resamples in which the first system is not better
     languages: int
     resamples: int
-
-
-def metric_of(name: MetricName, target: str) -> Any:
-    """sacreBLEU's metric, as `scores` has it."""
-    return BLEU(tokenize=cut_of(target)) if name == "bleu" else CHRF(word_order=2)
 
 
 @functools.lru_cache(maxsize=4096)  # a system is compared with several others
