@@ -201,17 +201,11 @@ def _identify(package: Package, archive: Path, papers: dict[str, bytes]) -> tupl
         licence = data.get("license", "")
         return data.get("version", ""), licence if isinstance(licence, str) else json.dumps(licence)
     head = text.split("\n\n", 1)[0]
-    found = re.search(r"^Version: (.+)$", head, re.M)
-    licence = ""
-    for pattern in (
-        r"^License-Expression: (.+)$",
-        r"^Classifier: License :: (?:OSI Approved :: )?(.+)$",
-        r"^License: (.+)$",
-    ):
-        if match := re.search(pattern, head, re.M):
-            licence = match[1].strip()
-            break
-    return found[1].strip() if found else "", licence
+    classifier = "Classifier: License :: (?:OSI Approved :: )?"
+    starts = ("Version: ", "License-Expression: ", classifier, "License: ")
+    found = [re.search(f"^{start}(.+)$", head, re.M) for start in starts]
+    version, *licences = (match[1].strip() if match else "" for match in found)
+    return version, next(filter(None, licences), "")
 
 
 def _debian_licence(text: str) -> str:

@@ -26,7 +26,7 @@ from gshard.mt.report.cells import (
     words,
 )
 from gshard.mt.report.charts import HEALTH
-from gshard.mt.report.gathered import GROUPS, Baselines, Direction, Gathered
+from gshard.mt.report.gathered import GROUPS, Baselines, Direction, Gathered, Record
 
 # The scores of a run by the names that an evaluation has for them.
 _SCORES = {
@@ -59,10 +59,9 @@ _MODELS = (
 
 def models(runs: Sequence[Gathered]) -> Grid:
     """The paper's table of models: what each run is, what it took and what it reached."""
-    rows = [_model(run, runs) for run in runs]
     shown = [run for run in runs if run.baselines]
-    for run in shown:
-        rows.append(_baselines(run, several=len(shown) > 1))
+    rows = [_model(run, runs) for run in runs]
+    rows += [_baselines(run, several=len(shown) > 1) for run in shown]
     breaks = (len(runs),) if shown else ()
     return Grid("models-table", _MODELS, rows, "Models: cost and quality", breaks=breaks)
 
@@ -121,25 +120,22 @@ def reached(runs: Sequence[Gathered]) -> list[Grid]:
         curves = {
             run.name: measures.curve(run.train if smooth else run.dev, smooth) for run in runs
         }
-        losses = measures.thresholds(list(curves.values()))
-        if not losses:
+        if not (losses := measures.thresholds(list(curves.values()))):
             continue
-        rows = []
-        for run in runs:
-            if not curves[run.name].records:
-                continue
-            row = [run_name(run, runs)]
-            for loss in losses:
-                record = curves[run.name].reached(loss)
-                row.append(_taken(record) if record else figure(None))
-            rows.append(row)
+        rows = [
+            [run_name(run, runs), *(_taken(curves[run.name].reached(loss)) for loss in losses)]
+            for run in runs
+            if curves[run.name].records
+        ]
         columns = [Column("Model", text=True), *(Column(f"{loss:g}") for loss in losses)]
         caption = f"Target tokens, steps and time to a {kind} cross-entropy of"
         parts.append(Grid(f"reached-{kind}", columns, rows, caption))
     return parts
 
 
-def _taken(record: dict[str, float]) -> Cell:
+def _taken(record: Record | None) -> Cell:
+    if record is None:
+        return figure(None)
     detail = f"{whole(record['step'])} steps"
     if "seconds" in record:
         detail += f" · {duration(record['seconds'])}"
@@ -238,17 +234,16 @@ def languages(run: Gathered, runs: Sequence[Gathered], order: Sequence[Direction
         Column("Baseline", "BLEU of the bilingual model"),
         Column("ΔBLEU", "BLEU less that of the baseline"),
     ]
-    rows = []
-    for task in (run.evaluation.tasks[t.name] for t in order if t.name in run.evaluation.tasks):
-        baseline = baselines.tasks.get(task.name, {}) if baselines else {}
-        rows.append(
-            [
-                *_head(task, several),
-                *(figure(getattr(task, name)) for name in _SCORES),
-                figure(baseline.get("bleu")),
-                change(delta.get(task.name)),
-            ]
-        )
+    zero, own = baselines.tasks if baselines else {}, run.evaluation.tasks
+    rows = [
+        [
+            *_head(task, several),
+            *(figure(getattr(task, name)) for name in _SCORES),
+            figure(zero.get(task.name, {}).get("bleu")),
+            change(delta.get(task.name)),
+        ]
+        for task in (own[each.name] for each in order if each.name in own)
+    ]
     columns, rows = _without_empty(columns, rows, keep=6)
     place = runs.index(run)
     return Grid(f"languages-{place}", columns, rows, f"Scores of {run.name}", sortable=True)
@@ -310,20 +305,13 @@ def health(runs: Sequence[Gathered]) -> Grid:
 
 def dev_losses(runs: Sequence[Gathered]) -> Grid | None:
     """The dev losses in numbers, for those who do not see the curves."""
+    written = {"step": whole, "tokens": short, "seconds": duration, "nll": "{:.3f}".format}
     rows = []
     for run in runs:
-        curve = measures.curve(run.dev, smooth=False)
-        for n in measures.thinned(len(curve.records), 20):
-            record = curve.records[n]
-            rows.append(
-                [
-                    run_name(run, runs),
-                    figure(record["step"], whole),
-                    figure(record.get("tokens"), short),
-                    figure(record.get("seconds"), duration),
-                    figure(record["nll"], lambda value: fixed(value, 3)),
-                ]
-            )
-    columns = [Column("Model", text=True), Column("Step"), Column("Tokens"), Column("Time")]
-    columns += [Column("Dev cross-entropy")]
+        records = measures.curve(run.dev, smooth=False).records
+        for record in (records[n] for n in measures.thinned(len(records), 20)):
+            figures = (figure(record.get(name), form) for name, form in written.items())
+            rows.append([run_name(run, runs), *figures])
+    heads = map(Column, ("Step", "Tokens", "Time", "Dev cross-entropy"))
+    columns = [Column("Model", text=True), *heads]
     return Grid("dev-losses", columns, rows, "Dev cross-entropy") if rows else None
