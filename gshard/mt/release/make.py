@@ -105,7 +105,7 @@ def _evaluated(run: Run, step: int) -> dict[str, Any]:
 
 
 def _examples(scored: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of languages from the most training text to the least the first test sentence."""
+    """The first test sentence of some languages, from the most training text to the least."""
     first: dict[str, Mapping[str, Any]] = {}
     for example in scored.get("examples", ()):
         first.setdefault(example["task"], example)
