@@ -151,11 +151,8 @@ def _round(
     info: Any,
 ) -> JaxprEqn:
     """One pass, as an equation."""
-    wanted = list(dict.fromkeys(e.scores for e in exits))
-    if online:
-        others = {e.scores for e in exits if e not in online.sums}
-        left_out = {e.scores for e in online.sums[1:]} - others
-        wanted = [v for v in wanted if v not in left_out]
+    computed = online.sums[1:] if online else ()  # of the logits, without a variable
+    wanted = list(dict.fromkeys(e.scores for e in exits if e not in computed))
     body = needed_for(wanted, region.eqns)
     values = [
         a

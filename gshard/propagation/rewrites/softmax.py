@@ -89,7 +89,8 @@ class OneForm:
 def in_one_form(graph: Graph, region: Scoring) -> OneForm | None:
     """The program with the softmax of a region in one form; None if there is none."""
     sums, tops = _read(graph, region)
-    cores = [found.logits for e, found in sums.items() if e.eqn.primitive is p.reduce_sum_p]
+    totals = [(e, found) for e, found in sums.items() if e.eqn.primitive is p.reduce_sum_p]
+    cores = [found.logits for _, found in totals if found.errors is None]
     if not cores:
         return None
     logits = max(dict.fromkeys(cores), key=cores.count)
@@ -236,7 +237,9 @@ class _Writer:
         """What comes back times the result of a product; None if the errors are of other values."""
         names, wanted = self.region.names, self.region.names[exit.out]
         (value,) = [a for n, a in enumerate(product.eqn.invars) if n != product.number]
-        (own,) = [e for e in self.region.eqns if e.outvars == errors.outvars]
+        own = next((e for e in self.region.eqns if e.outvars == errors.outvars), None)
+        if own is None:
+            return None
         for side, contracted in enumerate(errors.params["dimension_numbers"][0]):
             back, again = own.invars[side], own.invars[1 - side]
             if errors.invars[1 - side] is not self.region.sources.get(value, value):

@@ -58,6 +58,21 @@ def test_a_gradient_needs_no_pass_for_the_sum_of_its_errors():
     assert sum("ring_pass[" in line for line in lines) == 2
 
 
+def test_a_gradient_whose_softmax_is_given():
+    """Its maximum and its sum are arguments: there is nothing to divide after the ring."""
+
+    def fn(q, k, v, back, top, total):
+        q, k, v, back = (gshard.split(t, 0, 8) for t in (q, k, v, back))
+        weights = jnp.exp(q @ k.T - top) / total
+        errors = weights * (back @ v.T)
+        errors -= weights * errors.sum(-1, keepdims=True)
+        return gshard.split(errors @ k, 0, 8)
+
+    rows = (*(ROWS,) * 4, *(jnp.ones((16, 1)),) * 2)
+    (remark, *_) = rewritten("ring_attention", fn, *rows)
+    assert remark.endswith("no softmax; passes around the ring: 2")
+
+
 @pytest.mark.parametrize(
     ("weights_of", "limit", "remark"),
     [
