@@ -177,19 +177,20 @@ class Ring:
     def run(self, step: Step, arrays: Sequence[Passed], state: Sequence[Passed]) -> list[jax.Array]:
         """The state after `step(number, arrays, state)` for every tile, the device's own first.
 
-        After every step arrays are passed on, and so is what of the state belongs to their tiles:
-        after the last step it is back.
+        The tiles before it follow, the nearest first: under a causal mask they are those that it
+        sees. After every step arrays are passed on, and so is what of the state belongs to their
+        tiles: after the last step it is back.
         """
         (values, onwards), (first, back) = zip(*arrays, strict=True), zip(*state, strict=True)
         own, tiles = self.place.coord(self.split), self.split.tiles
 
         def body(i: jax.Array, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
             passing, state = carry
-            state = step((own + i) % tiles, passing, state)
+            state = step((own - i) % tiles, passing, state)
             return self._passed(passing, onwards), self._passed(state, back)
 
         passing, last = lax.fori_loop(0, tiles - 1, body, (list(values), list(first)))
-        return self._passed(step((own + tiles - 1) % tiles, passing, last), back)
+        return self._passed(step((own + 1) % tiles, passing, last), back)
 
     def _passed(self, arrays: Arrays, pairs: Sequence[Pairs]) -> list[jax.Array]:
         return [
@@ -199,10 +200,10 @@ class Ring:
 
 
 def ring_of(sharding: Sharding, dim: int) -> Pairs:
-    """Pairs that send every tile to the holder of the previous tile along `dim`."""
+    """Pairs that send every tile to the holder of the next tile along `dim`."""
     devices = np.moveaxis(sharding.devices, dim, 0)
     return list(
-        zip(devices.ravel().tolist(), np.roll(devices, 1, axis=0).ravel().tolist(), strict=True)
+        zip(devices.ravel().tolist(), np.roll(devices, -1, axis=0).ravel().tolist(), strict=True)
     )
 
 

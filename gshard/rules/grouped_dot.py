@@ -132,7 +132,7 @@ def _rows_times_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, dim: int
 
     def multiply(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         passing, total = carry
-        sizes, begin = dot.sizes((dot.first + i) % tiles)
+        sizes, begin = dot.sizes((dot.first - i) % tiles)
         part = jnp.roll(dot.product(jnp.roll(lhs.array, -begin, 0), passing, sizes), begin, 0)
         row = lax.broadcasted_iota(jnp.int32, part.shape, 0)
         total = jnp.where((row >= begin) & (row < begin + jnp.sum(sizes)), part, total)
@@ -163,7 +163,7 @@ def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Shard
         return dot.product(first, second, sizes)
 
     def multiply(i: jax.Array, total: jax.Array) -> jax.Array:
-        total = total + part((dot.first + 1 + i) % tiles)
+        total = total + part((dot.first - 1 - i) % tiles)
         return collectives.collective_permute(ctx.place, total, pairs, reason)
 
     def in_a_ring() -> jax.Array:
