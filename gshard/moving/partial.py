@@ -20,8 +20,9 @@ from gshard.moving import collectives
 from gshard.moving.costs import LATENCIES, CostModel, cost_model, sent_bytes, timed
 from gshard.moving.halo import retile_elements, retiled, standard_elements, standardized
 from gshard.moving.nodes import TensorNode, communicate
-from gshard.moving.plan import reshard_cost
+from gshard.moving.plan import reshard, reshard_cost
 from gshard.moving.reductions import identity, reduce, reduced_bytes, tree_reduce_scatter
+from gshard.moving.routes import divisors
 from gshard.tensors.devices import Groups, Place, groups_by
 from gshard.tensors.sharding import Sharding, Split, compatible
 from gshard.tensors.tile import Tile, itemsize_of
@@ -87,9 +88,37 @@ def combine(place: Place, tile: Tile, kind: str, target: Sharding, name: str = "
     here = tile.sharding
     if not here.unreduced or 0 in tile.shape:
         return Tile(tile.array, here.reduced, tile.shape)
-    scatter, _, _ = _plan(here, kind, target, tile.shape, tile.array.dtype, cost_model())
-    node = Reduce(Reason("step", tile.origin or name), here, tile.shape, kind, scatter)
-    return Tile(communicate(node, tile.array, place), node.target, tile.shape)
+    reason, cut = Reason("step", tile.origin or name), _wanted(here, target, tile.shape)
+    array = tile.array
+    if cut is not here:
+        array = reshard(place, Tile(array, here.reduced, tile.shape), cut.reduced, reason).array
+    scatter, _, _ = _plan(cut, kind, target, tile.shape, tile.array.dtype, cost_model())
+    node = Reduce(reason, cut, tile.shape, kind, scatter)
+    return Tile(communicate(node, array, place), node.target, tile.shape)
+
+
+@cached
+def _wanted(here: Sharding, target: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """The part of an unreduced value that its groups want: where there are several, not all of it.
+
+    Copies of a group's sum are for others than its members, who keep the rows that they all want.
+    """
+    key, _, _ = _parts(here)
+    groups = len(np.unique(key))
+    for dim, wanted in enumerate(target.splits):
+        now = here.splits[dim]
+        have = now.tiles if now else 1
+        if here.idle or (key < 0).any() or not wanted or wanted.idle or wanted.tiles % have:
+            continue
+        if wanted.major(have) is not now or (now and shape[dim] % wanted.tiles):
+            continue
+        for parts in (k for k in divisors(wanted.tiles) if k > have and k % have == 0):
+            finer = wanted.major(parts)
+            assert finer
+            alike = len(np.unique(key * parts + finer.coords)) == groups
+            if alike and compatible((*here.splits[:dim], finer, *here.splits[dim + 1 :])):
+                here = here.replace(dim, finer).unreduced_over(here.unreduced)
+    return here
 
 
 def _has_idle_copies(here: Sharding) -> bool:
@@ -165,8 +194,9 @@ def combine_cost(here: Sharding, kind: str, target: Sharding, aval: Any) -> floa
     shape = tuple(aval.shape)
     cost, result = 0.0, here.reduced
     if here.unreduced and 0 not in shape:
-        scatter, *sent = _plan(here, kind, target, shape, aval.dtype, cost_model())
-        cost, result = timed(*sent), scatter.result if scatter else result
+        cut = _wanted(here, target, shape)
+        scatter, *sent = _plan(cut, kind, target, shape, aval.dtype, cost_model())
+        cost, result = timed(*sent), scatter.result if scatter else cut.reduced
     return cost + reshard_cost(result, target, shape, aval.dtype)
 
 

@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from gshard.graph.reason import Reason
 from gshard.moving.available import Mover, Seen
 from gshard.moving.halo import retile
-from gshard.moving.recompute import REARRANGING, Made
+from gshard.moving.recompute import RECOMPUTED, Made
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES, RegionRule, Rule, rule_of
 from gshard.rules.base.layers import ROW_MAPS
@@ -156,7 +156,7 @@ class Walk(ABC):
         if eqn.primitive in MARKS:  # the operand, under another sharding
             results = [results[0].of(operands[0].value)]
         rule, made, layers = RULES.get(eqn.primitive), None, ROW_MAPS.get(eqn.primitive)
-        again = isinstance(rule, Elementwise) or eqn.primitive in REARRANGING
+        again = isinstance(rule, Elementwise) or eqn.primitive in RECOMPUTED
         if rule and (again or layers):
             local = rule.local if again else None
             made = Made(results[0], eqn, tuple(operands), local, self.weakly, layers)

@@ -10,8 +10,10 @@ import gshard
 from gshard.moving.inventory import count_equations
 from tests.oracle import (
     annotated,
+    check,
     even_split,
     kinds,
+    random_array,
     sent,
 )
 
@@ -166,3 +168,13 @@ def test_one_program_for_any_number_of_devices():
         for n in (2, 8, 64)
     }
     assert len(counts) == 1
+
+
+def test_a_group_of_copies_reduces_the_rows_that_its_members_want():
+    """Updates over 4 of 2 x 4 devices, rows over all 8: each half of these sums half of the rows."""
+    updates, rows = np.arange(8).reshape(2, 4)[0], even_split(2, 0, 8)
+    i, u = np.arange(4096, dtype=np.int32) * 7 % 64, random_array((4096, M))
+    scatter = lambda i, u: jnp.zeros((64, M)).at[i].add(u)  # noqa: E731
+    low = check(scatter, i, u, inputs=[updates, updates[:, None]], outputs=[rows])
+    assert kinds(low) == {"reduce_scatter": 1}
+    assert sent(low) == 64 * M * 4 // 2 * 3 // 4

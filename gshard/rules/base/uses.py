@@ -67,7 +67,7 @@ class Uses(Graph):
         sources: dict[Any, frozenset[Any]] = {}  # the origin of a value, and its bytes
         found: dict[Any, float] = {}
         for eqn in self.eqns:
-            if not _is_by_element(eqn):
+            if not _is_by_element(eqn) and eqn.primitive is not p.gather_p:
                 continue
             (var,), operands = eqn.outvars, [a for a in eqn.invars if not isinstance(a, Literal)]
             size = size_of(var)
