@@ -178,3 +178,26 @@ def test_a_group_of_copies_reduces_the_rows_that_its_members_want():
     low = check(scatter, i, u, inputs=[updates, updates[:, None]], outputs=[rows])
     assert kinds(low) == {"reduce_scatter": 1}
     assert sent(low) == 64 * M * 4 // 2 * 3 // 4
+
+
+def test_products_of_rows_that_two_lookups_find_in_parts_take_the_table_once():
+    """Each might wait for the sum over its row, but not both."""
+    x, (i, j) = random_array((64, M)), np.arange(8192, dtype=np.int32).reshape(2, -1) * 7 % 64
+    scores = lambda x, i, j: jnp.tanh(jnp.sum(x[i] * x[j], -1))  # noqa: E731
+    low = check(scores, x, i, j, inputs=[even_split(2, 0, 8)])
+    assert kinds(low) == {"all_gather": 1}
+    assert sent(low) == 64 * M * 4 * 7 // 8
+
+
+def test_rows_that_are_wanted_whole_are_looked_up_in_the_gathered_table():
+    """And their gradient is summed into the table before it is reduced."""
+    x, w = random_array((64, M)), random_array((M, M), seed=1)
+    i = np.arange(4096, dtype=np.int32) * 7 % 64
+    inputs = [even_split(2, 1, 8), even_split(2, 1, 8)]
+    low = check(lambda x, w, i: jnp.tanh(x[i] @ w), x, w, i, inputs=inputs)
+    assert kinds(low) == {"all_gather": 1}
+    assert sent(low) == 64 * M * 4 * 7 // 8
+    grad = jax.grad(lambda x, w, i: jnp.sum(jnp.tanh(x[i] @ w)), (0, 1))
+    low = check(grad, x, w, i, inputs=inputs, outputs=inputs, rtol=1e-4, atol=1e-3)
+    assert kinds(low) == {"all_gather": 1, "reduce_scatter": 1}
+    assert sent(low) == 2 * 64 * M * 4 * 7 // 8

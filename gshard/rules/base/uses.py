@@ -37,6 +37,7 @@ ADDED = (p.add_p, p.add_jaxvals_p, p.sub_p)
 SCATTERED = (p.scatter_add_p, scatter_sub_p)  # onto their first operand
 JOINED = (p.concatenate_p, row_map_p, stack_p)
 _SUMMING = (p.dot_general_p, p.conv_general_dilated_p, p.reduce_sum_p, *SCATTERED)
+_OF_ROWS = (p.broadcast_in_dim_p, p.reshape_p, p.convert_element_type_p, p.transpose_p)
 _AROUND = (*JOINED, *SCATTERED, p.pad_p, p.dynamic_update_slice_p)
 _MOST = 8  # narrower values that one is computed from
 
@@ -235,7 +236,8 @@ def _gathered(of: Uses, eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Shardi
     """The bytes of other operands that an unreduced `atom` needs gathered, for one of its own.
 
     A device of every sum needs them all, so that one with a tile on every device has to move; but
-    rows that are added to `atom` are added where they are, with their indices.
+    rows that are added to `atom` are added where they are, with their indices. Where both are
+    lookups in split tables, one of them at least is reduced.
     """
     (number,) = [n for n, a in enumerate(eqn.invars) if a is atom][:1]
     if eqn.primitive in SCATTERED and number == 0:
@@ -243,7 +245,20 @@ def _gathered(of: Uses, eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Shardi
     jointly = {n for group in linear_groups(eqn) if number in group for n in group}
     others = [a for n, a in enumerate(eqn.invars) if n not in jointly and _is_tensor(a)]
     moved = [a for a in others if math.prod(shardings[a].tiles) == shardings[a].num_devices > 1]
-    return sum(size_of(a) * of.narrow.get(a, 1.0) for a in moved) / max(size_of(atom), 1)
+    sent = sum(size_of(a) * of.narrow.get(a, 1.0) for a in moved)
+    sent += sum(2 * size_of(a) for a in others if _is_found_in_parts(of, a, shardings))
+    return sent / max(size_of(atom), 1)
+
+
+def _is_found_in_parts(of: Uses, var: Any, shardings: Mapping[Any, Sharding]) -> bool:
+    """Whether it is made of rows that devices find in the parts of a split table."""
+    made = of.maker(var)
+    if made is None or made.primitive is not p.gather_p:
+        chain = made and made.primitive in _OF_ROWS and not isinstance(made.invars[0], Literal)
+        return bool(chain) and _is_found_in_parts(of, made.invars[0], shardings)
+    table, dn = made.invars[0], made.params["dimension_numbers"]
+    known = None if isinstance(table, Literal) else shardings[table]
+    return known is not None and any(known.splits[d] for d in dn.start_index_map)
 
 
 def _is_less_later(eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Sharding] | None) -> bool:
