@@ -22,11 +22,11 @@ from jax.extend.core import primitives as p
 from gshard.graph.reason import Reason
 from gshard.moving.costs import passes, worked
 from gshard.moving.plan import reshard_cost, whole_along
-from gshard.rules.base.rule import Context, Doc, Way, rule
+from gshard.rules.base.rule import Context, Doc, Way, linear_in, rule
 from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, Shardings, Targets
-from gshard.tensors.tile import Tile, Tiles, byte_size
+from gshard.tensors.tile import Arrays, Tile, Tiles, byte_size
 
 Done = frozenset[int]  # the dims that have been transformed
 Path = tuple[tuple[Done, Sharding], ...]  # the sharding while these dims are transformed
@@ -36,12 +36,14 @@ def fft_dims(eqn: JaxprEqn) -> Factors:
     """Batch dims keep their splits; the transformed dims exchange theirs.
 
     The first dim's goes to the last one and the other way round: that is the sharding after the one
-    AllToAll of the transform, and the next transform moves it back.
+    AllToAll of the transform, and the next transform moves it back. If there is one, a batch dim
+    takes its split over, and keeps it for the inverse.
     """
     rank, count = len(eqn.invars[0].aval.shape), len(eqn.params["fft_lengths"])
     batch = [f"b{i}" for i in range(rank - count)]
     core = [f"t{i}" for i in range(count)]
-    return Factors.of(eqn, [[*batch, *core]], [[*batch, *reversed(core)]], resized=core)
+    found = Factors.of(eqn, [[*batch, *core]], [[*batch, *reversed(core)]], resized=core)
+    return found.unsplit(core) if count == 1 else found
 
 
 class _Transform:
@@ -120,10 +122,18 @@ def fft_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) 
     return map(transform.way, paths)
 
 
+def _local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Any) -> Arrays:
+    """The transform of a tile that is whole along all its dims."""
+    transform = _Transform(eqn)
+    return [_in_rows(tiles[0].array, transform.kind, transform.lengths)]
+
+
 @rule(
     p.fft_p,
     factors=fft_dims,
+    local=_local,
     ways=fft_ways,
+    linear=linear_in((0,)),
     doc=Doc(
         free="batch dims",
         gather="the dims of the transform: AllToAll with another dim, AllGather where there is "

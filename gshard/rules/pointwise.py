@@ -88,6 +88,7 @@ _ONE, _BOTH, _EITHER = linear_in((0,)), linear_in((0, 1), run=added), linear_in(
 _LINEAR = {
     "add": _BOTH,
     "add_jaxvals": _BOTH,
+    "conj": _ONE,
     "convert_element_type": _ONE,
     "copy": _ONE,
     "div": _ONE,

@@ -137,3 +137,18 @@ def test_what_a_function_of_jax_makes_stands_at_the_line_that_calls_it():
     x = jnp.zeros((64,), jnp.complex64)
     low = gshard.jit(lambda x: jnp.fft.fft(gshard.split(x, 0, 8)), devices=8).lower(x)
     assert "test_fft.py" in low.collectives[0].source
+
+
+def test_a_long_convolution_leaves_its_split_to_the_batch():
+    """Neither the spectra nor the gradient of the signal go back to the split of the time."""
+    x, f = random_array((8, 64, 4)), random_array((64, 4), seed=1)
+
+    def convolved(f, x):
+        spectra = [jnp.fft.rfft(v, 128, axis=-2) for v in (x, f)]
+        return jnp.sum(jnp.fft.irfft(spectra[0] * spectra[1], 128, axis=-2)[:, :64] ** 2)
+
+    low = check_grad(convolved, f, x, inputs=[None, even_split(3, 0, 8)], **TOLERANCE)
+    assert kinds(low) == {"all_reduce": 1}  # the filter's gradient, as long as the filter
+    assert sent(low) == f.nbytes * 2 * 7 // 8
+    low = check(convolved, f, x, inputs=[None, even_split(3, 1, 8)], **TOLERANCE)
+    assert sent(low, "all_to_all") == 2 * x.nbytes // 8 * 7 // 8
