@@ -171,7 +171,7 @@ def test_one_program_for_any_number_of_devices():
 
 
 def test_a_group_of_copies_reduces_the_rows_that_its_members_want():
-    """Updates over 4 of 2 x 4 devices, rows over all 8: each half of these sums half of the rows."""
+    """Updates over 4 of 2 x 4 devices, rows over all 8: each 4 of these sum half of the rows."""
     updates, rows = np.arange(8).reshape(2, 4)[0], even_split(2, 0, 8)
     i, u = np.arange(4096, dtype=np.int32) * 7 % 64, random_array((4096, M))
     scatter = lambda i, u: jnp.zeros((64, M)).at[i].add(u)  # noqa: E731
