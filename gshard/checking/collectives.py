@@ -14,7 +14,6 @@ from gshard.checking.exact.number import Move, Value, at, chosen, joined, moved,
 from gshard.checking.exact.operators import folded, narrowed, summed, summed_in
 from gshard.checking.exact.pointwise import larger, smaller
 from gshard.checking.tiles import Tiling
-from gshard.moving.partial import copies_groups
 from gshard.tensors.manual import (
     NamedAxes,
     collective_p,
@@ -195,6 +194,6 @@ def run_manual(eqn: JaxprEqn, operands: Sequence[Value], count: int) -> list[Val
         return [tiles]
     tiles = spread(operands[0], count)
     if copies == "all" and sharding.replicas > 1:
-        groups = copies_groups(sharding)
+        groups = sharding.copies
         tiles = at(summed_in(groups, tiles), _numbers(groups, count))
     return [Tiling(sharding, tuple(eqn.params["shape"])).assembled(tiles)]

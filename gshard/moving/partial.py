@@ -22,9 +22,8 @@ from gshard.moving.halo import retile_elements, retiled, standard_elements, stan
 from gshard.moving.nodes import TensorNode, communicate
 from gshard.moving.plan import reshard, reshard_cost
 from gshard.moving.reductions import identity, reduce, reduced_bytes, tree_reduce_scatter
-from gshard.moving.routes import divisors
 from gshard.tensors.devices import Groups, Place, groups_by
-from gshard.tensors.sharding import Sharding, Split, compatible
+from gshard.tensors.sharding import Sharding, Split, compatible, divisors, towards
 from gshard.tensors.tile import Tile, itemsize_of
 
 
@@ -99,25 +98,15 @@ def combine(place: Place, tile: Tile, kind: str, target: Sharding, name: str = "
 
 @cached
 def _wanted(here: Sharding, target: Sharding, shape: tuple[int, ...]) -> Sharding:
-    """The part of an unreduced value that its groups want: where there are several, not all of it.
-
-    Copies of a group's sum are for others than its members, who keep the rows that they all want.
-    """
+    """An unreduced value without the rows that no member of a group wants: other groups' rows."""
     key, _, _ = _parts(here)
-    groups = len(np.unique(key))
-    for dim, wanted in enumerate(target.splits):
-        now = here.splits[dim]
-        have = now.tiles if now else 1
-        if here.idle or (key < 0).any() or not wanted or wanted.idle or wanted.tiles % have:
-            continue
-        if wanted.major(have) is not now or (now and shape[dim] % wanted.tiles):
-            continue
-        for parts in (k for k in divisors(wanted.tiles) if k > have and k % have == 0):
-            finer = wanted.major(parts)
-            assert finer
-            alike = len(np.unique(key * parts + finer.coords)) == groups
-            if alike and compatible((*here.splits[:dim], finer, *here.splits[dim + 1 :])):
-                here = here.replace(dim, finer).unreduced_over(here.unreduced)
+    for dim, (now, wanted) in enumerate(zip(here.splits, target.splits, strict=True)):
+        for finer in towards(now, wanted):
+            alike = len(np.unique(key * finer.tiles + finer.own)) == len(np.unique(key))
+            even = now is None or shape[dim] % finer.tiles == 0
+            cut = here.replace(dim, finer).unreduced_over(here.unreduced)
+            if alike and even and not cut.idle and compatible(cut.splits) and (key >= 0).all():
+                here = cut
     return here
 
 
@@ -267,11 +256,6 @@ def reducing_groups(here: Sharding) -> Groups:
     return groups_by(key, order)
 
 
-def copies_groups(sharding: Sharding) -> list[list[int]]:
-    """The devices that hold copies of one tile."""
-    return sharding.devices.reshape(-1, sharding.replicas).tolist()
-
-
 @cached
 def _by_subtrees(
     here: Sharding, target: Sharding, shape: tuple[int, ...], dtype: Any
@@ -307,13 +291,12 @@ def _scatter(here: Sharding, target: Sharding) -> _Scatter | None:
     key, order, size = _parts(here)
     if (order < 0).any():
         return None
-    for parts in (k for k in range(size, 1, -1) if size % k == 0):
+    for parts in divisors(size)[:0:-1]:
         for dim, (now, wanted) in enumerate(zip(here.splits, target.splits, strict=True)):
-            have = now.tiles if now else 1
-            if not wanted or wanted.tiles % (have * parts) or wanted.major(have) is not now:
+            tiles = parts * here.tiles[dim]
+            finer = next((each for each in towards(now, wanted) if each.tiles == tiles), None)
+            if finer is None:
                 continue
-            finer = wanted.major(have * parts)
-            assert finer
             result = here.replace(dim, finer)
             same = key * math.prod(result.tiles) + result.tile_index
             _, counts = np.unique(same, return_counts=True)

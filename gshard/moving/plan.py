@@ -23,7 +23,7 @@ from gshard.graph.reason import Reason
 from gshard.moving.costs import MAX_ROUNDS, MAX_STATES, STEP_COST, timed
 from gshard.moving.halo import standardized
 from gshard.moving.nodes import TensorNode, communicate
-from gshard.moving.routes import can_exchange, divisors, kept_tiles, plan_boxes
+from gshard.moving.routes import can_exchange, kept_tiles, plan_boxes
 from gshard.moving.steps import (
     Exchange,
     Gather,
@@ -37,7 +37,7 @@ from gshard.moving.steps import (
 )
 from gshard.tensors.devices import Place
 from gshard.tensors.keys import as_integers, is_key
-from gshard.tensors.sharding import Sharding, Split, compatible
+from gshard.tensors.sharding import Sharding, Split, compatible, divisors, towards
 from gshard.tensors.tile import Tile, itemsize_of
 
 Shape = tuple[int, ...]
@@ -342,18 +342,13 @@ def _cut_alike(here: Sharding, tiles: tuple[int, ...]) -> Sharding | None:
 
 def _finer(split: Split | None, target: Sharding, dim: int) -> list[Split]:
     """Refinements of `split` towards the target."""
-    wanted, now = target.splits[dim], split.tiles if split else 1
-    found: list[Split | None] = []
-    if wanted and wanted.tiles % now == 0 and wanted.major(now) is split:
-        found += [wanted.major(k) for k in divisors(wanted.tiles) if k > now and k % now == 0]
-    found += [split.times(other) if split else other for other in target.splits if other]
-    return [finer for finer in found if finer]
+    others = [split.times(other) if split else other for other in target.splits if other]
+    return [*towards(split, target.splits[dim]), *others]
 
 
 def _appended(into: Split | None, split: Split, factor: int, wanted: Split | None) -> list[Split]:
     """`into` refined by the minor `factor` tiles of `split`, in its order or the target's."""
-    minor, now = split.minor(factor), into.tiles if into else 1
+    minor, tiles = split.minor(factor), factor * (into.tiles if into else 1)
     found = [into.times(minor) if into and minor else minor]
-    if wanted and wanted.tiles % (now * factor) == 0 and wanted.major(now) is into:
-        found.append(wanted.major(now * factor))
+    found += [finer for finer in towards(into, wanted) if finer.tiles == tiles]
     return [finer for finer in found if finer]

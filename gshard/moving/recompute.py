@@ -42,14 +42,12 @@ REARRANGING = (
 )
 
 
-RECOMPUTED = (*REARRANGING, p.gather_p)  # rows that are looked up, from a table that has fewer
-
-
 class Made(NamedTuple):
     """A value, with the operator and operands that it was computed by, and how that runs.
 
-    The operator is elementwise, or one of `RECOMPUTED`. Or it is a row map, of which `layers_of`
-    gives the layers: windows of its rows can be painted again.
+    The operator is elementwise, or one of `REARRANGING`: it can be recomputed. So can rows that are
+    looked up in a table, which may have fewer: `rows_of` gives the dims of both. Or it is a row
+    map, of which `layers_of` gives the layers: windows of its rows can be painted again.
     """
 
     result: Tile
@@ -58,6 +56,7 @@ class Made(NamedTuple):
     local: Local | None
     ctx: Any
     layers_of: Callable[[JaxprEqn], Sequence[Layer]] | None = None
+    rows_of: Callable[[JaxprEqn], list[list[int | None]]] | None = None
 
     @property
     def is_index(self) -> bool:
@@ -125,7 +124,7 @@ class Made(NamedTuple):
             kept = itertools.count()
             gone, rank = eqn.params["dimensions"], len(self.operands[0].shape)
             named = [None if d in gone else next(kept) for d in range(rank)]
-        elif eqn.primitive in RECOMPUTED and eqn.primitive is not p.rev_p:
+        elif self.rows_of or (eqn.primitive in REARRANGING and eqn.primitive is not p.rev_p):
             return None
         else:
             named = range(len(shape))
@@ -143,7 +142,7 @@ class Made(NamedTuple):
             return None
         if target.is_replicated:  # any operator on replicated values
             return [Sharding.replicated(t.sharding.rank, target.num_devices) for t in self.operands]
-        dims = _dims_of_rows(self.eqn) if self.eqn.primitive is p.gather_p else self.dims()
+        dims = self.rows_of(self.eqn) if self.rows_of else self.dims()
         turned = self.eqn.params["dimensions"] if self.eqn.primitive is p.rev_p else ()
         if dims is None or target.manual or any(target.splits[d] for d in turned):
             return None
@@ -156,16 +155,3 @@ class Made(NamedTuple):
         assert self.local
         (result,) = self.local(self.ctx, self.eqn, tiles, [tuple(local)])
         return result
-
-
-def _dims_of_rows(eqn: JaxprEqn) -> list[list[int | None]]:
-    """`Made.dims` of a table and of indices: None for a dim that is looked up in, or a part of."""
-    dn: Any = eqn.params["dimension_numbers"]
-    (table, indices), result = (a.aval.shape for a in eqn.invars), eqn.outvars[0].aval.shape
-    beside = [d for d in range(len(result)) if d not in dn.offset_dims]
-    gone = (*dn.collapsed_slice_dims, *dn.operand_batching_dims)
-    inside = zip([d for d in range(len(table)) if d not in gone], dn.offset_dims, strict=True)
-    whole = {d: int(to) for d, to in inside if table[d] == result[to]}
-    batch = zip(dn.operand_batching_dims, dn.start_indices_batching_dims, strict=True)
-    named = whole | {d: beside[at] for d, at in batch}
-    return [[named.get(d) for d in range(len(table))], [*beside, None][: len(indices)]]

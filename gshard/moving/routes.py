@@ -27,7 +27,7 @@ from gshard.moving.collectives import collective_permute
 from gshard.moving.row_windows import in_rounds
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
-from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.sharding import Sharding, Split, divisors
 from gshard.tensors.tile import Tile
 
 Shape = tuple[int, ...]
@@ -164,12 +164,6 @@ def _first_row(split: Split | None, device: int, rows: int) -> int:
 
 
 # ---------------------------------------------------------------- exchanges
-
-
-@cached
-def divisors(n: int) -> list[int]:
-    """The divisors of a tile count, the count itself last."""
-    return [k for k in range(1, n + 1) if n % k == 0]
 
 
 @cached

@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from gshard.graph.reason import Reason
 from gshard.moving.available import Mover, Seen
 from gshard.moving.halo import retile
-from gshard.moving.recompute import RECOMPUTED, Made
+from gshard.moving.recompute import REARRANGING, Made
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES, RegionRule, Rule, rule_of
 from gshard.rules.base.layers import ROW_MAPS
@@ -156,10 +156,10 @@ class Walk(ABC):
         if eqn.primitive in MARKS:  # the operand, under another sharding
             results = [results[0].of(operands[0].value)]
         rule, made, layers = RULES.get(eqn.primitive), None, ROW_MAPS.get(eqn.primitive)
-        again = isinstance(rule, Elementwise) or eqn.primitive in RECOMPUTED
-        if rule and (again or layers):
-            local = rule.local if again else None
-            made = Made(results[0], eqn, tuple(operands), local, self.weakly, layers)
+        again = isinstance(rule, Elementwise) or eqn.primitive in REARRANGING
+        if rule and (again or layers or rule.rows):
+            local = rule.local if again or rule.rows else None
+            made = Made(results[0], eqn, tuple(operands), local, self.weakly, layers, rule.rows)
         pairs = zip(eqn.outvars, results, strict=True)
         return [self.mover.remember(var, tile, made) for var, tile in pairs]
 

@@ -90,6 +90,13 @@ def roles_of(eqn: JaxprEqn) -> Roles:
     )
 
 
+def dims_of_rows(eqn: JaxprEqn) -> list[list[int | None]]:
+    """For every dim of a table and of indices, that of a gather's result; None if looked up in."""
+    roles = roles_of(eqn)
+    at = {name: d for d, name in enumerate(roles.windows)}
+    return [[at.get(str(n)) for n in names] for names in (roles.operand, roles.indices)]
+
+
 def without(kinds: str, names: Sequence[str | None]) -> list[str | None]:
     """The names without those of some roles: dims that must be unsplit."""
     return [n if n and n[0] not in kinds else None for n in names]
@@ -224,6 +231,7 @@ def _gather_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Sequence[An
     ways=gather_ways,
     local=_gather_local,
     linear=Linear(_linear, _on_unreduced),
+    rows=dims_of_rows,
     doc=Doc(
         free="batch dims, indices, full windows",
         gather="a dim looked up in: AllReduce or ReduceScatter of the result",

@@ -17,7 +17,6 @@ from jax.extend.core import primitives as p
 from gshard.graph.reason import Reason
 from gshard.graph.source import because, source_of
 from gshard.moving import collectives
-from gshard.moving.partial import copies_groups
 from gshard.rules.base.rule import Context, Doc, RegionRule, bind_local, region
 from gshard.tensors.devices import Groups, Place
 from gshard.tensors.manual import (
@@ -76,7 +75,7 @@ def _to_auto(ctx: Context, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Til
     array = tiles[0].array
     if eqn.params["copies"] == "all" and sharding.replicas > 1:
         reason = Reason("step", "", "gradient of what every copy received in a manual region")
-        groups = copies_groups(sharding)
+        groups = sharding.copies
         array = collectives.all_reduce(ctx.place, array, groups, "sum", reason)
     return [Tile(array, sharding, tuple(eqn.params["shape"]))]
 

@@ -36,7 +36,6 @@ from gshard.graph.regions import called, walk
 from gshard.graph.source import because
 from gshard.moving import collectives
 from gshard.moving.costs import sent_bytes, timed
-from gshard.moving.partial import copies_groups
 from gshard.rules.base.rule import Context, Doc, Rule, Way, bind_local, on_moved, register, rule
 from gshard.rules.base.ways import by_factors, replicated_way
 from gshard.rules.callbacks import run_replicated
@@ -260,7 +259,7 @@ def _rng_uniform(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: T
     if target.replicas > 1:
         mine = ctx.place.where(target.first_copies, array)
         reason = Reason("step", "rng_uniform", "copies take the numbers of the first")
-        array = collectives.merge_disjoint(ctx.place, mine, copies_groups(target), reason)
+        array = collectives.merge_disjoint(ctx.place, mine, target.copies, reason)
     return [Tile(array, target, shape)]
 
 

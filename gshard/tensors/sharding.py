@@ -105,6 +105,21 @@ class Split:
         return Split.of, (self.coords,)
 
 
+@cached
+def divisors(n: int) -> list[int]:
+    """The divisors of a tile count, the count itself last."""
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def towards(split: Split | None, wanted: Split | None) -> list[Split]:
+    """The refinements of `split` that `wanted` refines in turn, and itself; coarse ones first."""
+    now = split.tiles if split else 1
+    if wanted is None or wanted.tiles % now or wanted.major(now) is not split:
+        return []
+    finer = (wanted.major(k) for k in divisors(wanted.tiles) if k > now and k % now == 0)
+    return [each for each in finer if each]
+
+
 @functools.cache
 def _intern(raw: bytes) -> Split | None:
     coords = np.frombuffer(raw, dtype=np.int32)
@@ -223,6 +238,12 @@ class Sharding:
     def replicas(self) -> int:
         """How many devices hold each tile."""
         return self.devices.shape[-1]
+
+    @property
+    def copies(self) -> list[list[int]]:
+        """The devices that hold copies of one tile, for every tile."""
+        found: list[list[int]] = self.devices.reshape(-1, self.replicas).tolist()
+        return found
 
     @property
     def first_copies(self) -> np.ndarray:

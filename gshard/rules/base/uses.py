@@ -253,12 +253,12 @@ def _gathered(of: Uses, eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Shardi
 def _is_found_in_parts(of: Uses, var: Any, shardings: Mapping[Any, Sharding]) -> bool:
     """Whether it is made of rows that devices find in the parts of a split table."""
     made = of.maker(var)
-    if made is None or made.primitive is not p.gather_p:
-        chain = made and made.primitive in _OF_ROWS and not isinstance(made.invars[0], Literal)
-        return bool(chain) and _is_found_in_parts(of, made.invars[0], shardings)
-    table, dn = made.invars[0], made.params["dimension_numbers"]
-    known = None if isinstance(table, Literal) else shardings[table]
-    return known is not None and any(known.splits[d] for d in dn.start_index_map)
+    if made is None or not made.invars or isinstance(source := made.invars[0], Literal):
+        return False
+    if made.primitive is p.gather_p:
+        looked_up = made.params["dimension_numbers"].start_index_map
+        return any(shardings[source].splits[d] for d in looked_up)
+    return made.primitive in _OF_ROWS and _is_found_in_parts(of, source, shardings)
 
 
 def _is_less_later(eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Sharding] | None) -> bool:
