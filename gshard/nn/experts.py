@@ -89,9 +89,12 @@ class Experts(eqx.Module):
             return float8.feed_forward(x_ECM, wi_EMH, wo_EHM)
         return float8.product(drop(relu(float8.product(x_ECM, wi_EMH))), wo_EHM)
 
+    @jax.named_scope("experts")
     def in_place(self, x_ECM: Array, drop: Drop = lambda h: h) -> Array:
         """Every expert on its own tokens; results have the order of the tokens."""
-        return self(x_ECM[:, None], drop)[0]
+        h_ECH = product("ECM,EMH->ECH", x_ECM, self.wi)
+        h_ECH = drop(relu(biased(h_ECH, _along(self.bi, 1))))
+        return biased(product("ECH,EHM->ECM", h_ECH, self.wo), _along(self.bo, 1))
 
     @jax.named_scope("experts")
     def in_blocks(self, x_NCM: Array, expert_N: Array, drop: Drop | None = None) -> Array:
