@@ -12,67 +12,43 @@ from importlib import metadata as _metadata
 from gshard import _lazy
 
 if _typing.TYPE_CHECKING:
-    from gshard import extend, forecast, manual
-    from gshard.autosharding.auto import auto
-    from gshard.autosharding.layout import Layout
-    from gshard.check import check, prove
-    from gshard.checking.replay import Replay
-    from gshard.checking.report import Difference, Report
-    from gshard.extend import Factors, Rule, Sharding, Tile, register_rule
-    from gshard.jit import Jitted, jit
-    from gshard.manual import (
-        auto_to_manual_spmd_partition,
-        manual_to_auto_spmd_partition,
-        partition_id,
-    )
-    from gshard.moving.inventory import Collective
-    from gshard.pipelining.api import pipeline
-    from gshard.runtime.compiled import Compiled
-    from gshard.runtime.stages import Lowered
-    from gshard.tensors.annotate import replicate, shard, split
-    from gshard.tensors.presets import fsdp, tensor_parallel
-    from gshard.tensors.uneven import UnevenArray
+    from gshard import extend as extend
+    from gshard import forecast as forecast
+    from gshard import manual as manual
+    from gshard.autosharding.auto import auto as auto
+    from gshard.autosharding.layout import Layout as Layout
+    from gshard.check import check as check
+    from gshard.check import prove as prove
+    from gshard.checking.replay import Replay as Replay
+    from gshard.checking.report import Difference as Difference
+    from gshard.checking.report import Report as Report
+    from gshard.extend import Factors as Factors
+    from gshard.extend import Rule as Rule
+    from gshard.extend import Sharding as Sharding
+    from gshard.extend import Tile as Tile
+    from gshard.extend import register_rule as register_rule
+    from gshard.jit import Jitted as Jitted
+    from gshard.jit import jit as jit
+    from gshard.manual import auto_to_manual_spmd_partition as auto_to_manual_spmd_partition
+    from gshard.manual import manual_to_auto_spmd_partition as manual_to_auto_spmd_partition
+    from gshard.manual import partition_id as partition_id
+    from gshard.moving.inventory import Collective as Collective
+    from gshard.pipelining.api import pipeline as pipeline
+    from gshard.runtime.compiled import Compiled as Compiled
+    from gshard.runtime.stages import Lowered as Lowered
+    from gshard.tensors.annotate import replicate as replicate
+    from gshard.tensors.annotate import shard as shard
+    from gshard.tensors.annotate import split as split
+    from gshard.tensors.presets import fsdp as fsdp
+    from gshard.tensors.presets import tensor_parallel as tensor_parallel
+    from gshard.tensors.uneven import UnevenArray as UnevenArray
 
 try:
     __version__ = _metadata.version("gshard")
 except _metadata.PackageNotFoundError:  # imported from a source tree, not installed
     __version__ = "0+unknown"
 
-__all__ = [
-    "Collective",
-    "Compiled",
-    "Difference",
-    "Factors",
-    "Jitted",
-    "Layout",
-    "Lowered",
-    "Replay",
-    "Report",
-    "Rule",
-    "Sharding",
-    "Tile",
-    "UnevenArray",
-    "__version__",
-    "auto",
-    "auto_to_manual_spmd_partition",
-    "check",
-    "extend",
-    "forecast",
-    "fsdp",
-    "jit",
-    "manual",
-    "manual_to_auto_spmd_partition",
-    "partition_id",
-    "pipeline",
-    "prove",
-    "register_rule",
-    "replicate",
-    "shard",
-    "split",
-    "tensor_parallel",
-]
-
-_lazy.attach(
+_names = _lazy.attach(
     "gshard",
     {
         "gshard": "extend forecast manual",
@@ -95,3 +71,4 @@ _lazy.attach(
         "gshard.tensors.uneven": "UnevenArray",
     },
 )
+__all__ = sorted(["__version__", *_names])

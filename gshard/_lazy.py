@@ -13,10 +13,12 @@ from types import ModuleType
 from typing import Any
 
 
-def attach(package: str, names: Mapping[str, str]) -> None:
+def attach(package: str, names: Mapping[str, str]) -> list[str]:
     """Let `package` import its public names from their modules when one is first read: all at once.
 
     `names` has those of each module, separated by spaces; those of the package itself are modules.
+    Returned are all of them, in order. For type checkers the package imports each as itself, which
+    says that it is public.
     """
     origins = {name: module for module, several in names.items() for name in several.split()}
 
@@ -41,3 +43,4 @@ def attach(package: str, names: Mapping[str, str]) -> None:
                 super().__setattr__(name, value)
 
     sys.modules[package].__class__ = LazyPackage
+    return sorted(origins)
