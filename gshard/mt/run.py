@@ -49,7 +49,9 @@ class Run:
         """
         folder = Path(folder)
         if (folder / CONFIG).is_file():
-            if different := conflicts(read(folder / CONFIG), config, _done(folder)):
+            # By what is logged, saved or not.
+            done = max((int(record["step"]) for record in read_metrics(folder)), default=0)
+            if different := conflicts(read(folder / CONFIG), config, done):
                 lines = "\n  ".join(different)
                 raise UserError(
                     f"{folder} has a run with other settings:\n  {lines}\n"
@@ -141,11 +143,6 @@ def make_vocabulary(config: RunConfig, place: Path) -> None:
         Tokenizer.load(finished).save(place)
     else:
         train_tokenizer(Corpus.open(config.data.corpus), config.vocabulary).save(place)
-
-
-def _done(folder: Path) -> int:
-    """The most steps that the run in a folder has logged, saved or not."""
-    return max((int(record["step"]) for record in read_metrics(folder)), default=0)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

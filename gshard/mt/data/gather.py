@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -239,7 +239,9 @@ def _sort_by_language(
     for job in jobs:
         for batch in pq.ParquetFile(job.target).iter_batches(_BUFFERED // 5):
             table = pa.Table.from_batches([batch])
-            forced = given_splits(_given(table), shares, forced)
+            given = table.filter(pc.not_equal(table["split"], "")).select(["english", "split"])
+            pairs = zip(*(column.to_pylist() for column in given.columns), strict=True)
+            forced = given_splits(pairs, shares, forced)
             for language, rows in _by_language(table):
                 buffer.setdefault(language, []).append(rows)
             buffered += table.num_rows
@@ -249,11 +251,6 @@ def _sort_by_language(
         step(job.name)
     flush()
     return files, forced
-
-
-def _given(table: pa.Table) -> Iterable[tuple[str, str]]:
-    given = table.filter(pc.not_equal(table["split"], ""))
-    return zip(given["english"].to_pylist(), given["split"].to_pylist(), strict=True)
 
 
 def _by_language(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:

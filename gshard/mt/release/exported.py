@@ -102,7 +102,8 @@ def _write_card(
 
 def renamed(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
     """The weights by the layout's names and in its shapes; biases are zero."""
-    c, load, hidden = model.config, _loader(model), _hidden_dims(model.config)
+    c, hidden = model.config, _hidden_dims(model.config)
+    load: Load = named(model).__getitem__
     yield "model.shared.weight", np.concatenate([model.source.table, model.target.table])
     for side, n, ours, theirs in arrays_of(c):
         weight = load if n is None else in_layer(load, c, side, n)
@@ -115,10 +116,6 @@ def renamed(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
             array = np.asarray(weight(ours.format("w")))
             for expert, one in enumerate(array) if "{}" in theirs else [(0, array)]:
                 yield from _product(theirs.format(expert), one, hidden[side])
-
-
-def _loader(model: Transformer) -> Load:
-    return named(model).__getitem__
 
 
 ROUTER = "moe.gate"
@@ -269,7 +266,8 @@ def specification(model: Transformer) -> Any:
     spec.encoder.embeddings[0].weight = _floats(model.source.table)
     spec.decoder.embeddings.weight = _floats(model.target.table)
     spec.decoder.projection.weight = _floats(model.target.table)
-    positions, load = sinusoids(jnp.arange(2 * _POSITIONS)[None], c.model_dim)[0], _loader(model)
+    positions = sinusoids(jnp.arange(2 * _POSITIONS)[None], c.model_dim)[0]
+    load: Load = named(model).__getitem__
     for side, stack in (("encoder", spec.encoder), ("decoder", spec.decoder)):
         stack.position_encodings.encodings = _floats(positions)
         _specify_norm(stack.layer_norm, f"{side}_norm", load)

@@ -110,7 +110,9 @@ def model_config(folder: Path, given: TheirSettings, rows: int) -> TransformerCo
     expert_hidden = hidden
     if inside == "encoder":  # the decoder's layers in their place have the size of two experts
         expert_hidden = max(given.encoder_ffn_dim, -(-given.decoder_ffn_dim // 2))
-    first = _target_first(folder, given)
+    # Where the target's part of the table begins in gshard's own layout.
+    own = all((folder / f"{side}.spm").is_file() for side in ("source", "target"))
+    first = given.bos_token_id - START if own else 0
     if rows != given.vocab_size or rows - first < 4 or (first and first < 4):
         raise UserError(
             f"{folder}: the table has {rows} rows, and by config.json {given.vocab_size}, with "
@@ -167,12 +169,6 @@ def _inexpressible(given: TheirSettings) -> str:
             ),
         }
     return next((reason for reason, holds in wrong.items() if holds), "")
-
-
-def _target_first(folder: Path, given: TheirSettings) -> int:
-    """Where the target's part of the table begins in gshard's own layout; elsewhere 0."""
-    own = all((folder / f"{side}.spm").is_file() for side in ("source", "target"))
-    return given.bos_token_id - START if own else 0
 
 
 def _renamed(

@@ -127,17 +127,14 @@ def baselines_of(
     for other in runs:
         if other.baselines is None:
             continue
-        shared = [name for name in other.baselines.tasks if name in mine]
-        same = all(_same_text(other.baselines.tasks[name], mine[name]) for name in shared)
-        if shared and same:
+        shared = [(zero, mine[n]) for n, zero in other.baselines.tasks.items() if n in mine]
+        if shared and all(
+            zero.get("train_pairs") == task.train_pairs
+            and zero.get("sentences") in (None, task.sentences)
+            for zero, task in shared
+        ):
             return other.baselines, other
     return None, None
-
-
-def _same_text(baseline: Record, task: Direction) -> bool:
-    """Whether both were trained on as many pairs, and measured on as many sentences."""
-    same_test = baseline.get("sentences") in (None, task.sentences)
-    return same_test and baseline.get("train_pairs") == task.train_pairs
 
 
 def deltas(run: Gathered, baselines: Baselines | None) -> dict[str, float]:

@@ -17,8 +17,8 @@ from typing import Any
 
 from gshard.mt.report import cells as as_text
 from gshard.mt.report import charts, measures, tables
-from gshard.mt.report.cells import COLOURS, Cell, Grid
-from gshard.mt.report.gathered import Direction, Gathered
+from gshard.mt.report.cells import COLOURS, Grid
+from gshard.mt.report.gathered import Gathered
 from gshard.pages import checked, style
 from gshard.pages import render as fill_in
 
@@ -42,8 +42,9 @@ def render(runs: Sequence[Gathered], now: float | None = None) -> str:
         style=style(_HERE.parents[1] / "pages", "tokens.css", "page.css")
         + style(_HERE, "page.css"),
         data=checked(data | {"colours": COLOURS}),
-        tiles=_tiles(best, runs),
-        best=why,
+        best=best,
+        why_best=why,
+        measures=measures,
         runs=runs,
         sections=[section for section in known if section not in missing],
         missing=missing,
@@ -82,32 +83,6 @@ def _best(runs: Sequence[Gathered]) -> tuple[Gathered, str]:
     if len(scored) > 1:
         return best, f"best of {len(scored)}: {best.name}"
     return best, best.name if len(runs) > 1 else ""
-
-
-def _tiles(run: Gathered, runs: Sequence[Gathered]) -> list[Cell]:
-    """The headline figures of a run, each with its meaning and a hint."""
-    about, tasks = {}, dict[str, Direction]()
-    if run.evaluation:
-        about, tasks = run.evaluation.about, run.evaluation.tasks
-    into = all(task.into_english for task in tasks.values())
-    what = f"{len(tasks)} languages into English" if into else f"{len(tasks)} directions"
-    copied = measures.average(run, "all", "copy_bleu")
-    beside = "" if copied is None else f"copying the source gets {as_text.fixed(copied)}"
-    bleu, dev = measures.average(run, "all", "bleu"), measures.curve(run.dev, smooth=False)
-    gain = None if bleu is None else measures.mean_gain(run, measures.baselines_of(run, runs)[0])
-    figures = (
-        (bleu, as_text.fixed, f"BLEU, mean of {what}", beside),
-        (gain, as_text.signed, "BLEU over bilingual baselines", ""),
-        (min(dev.smoothed, default=None), "{:.2f}".format, "lowest dev cross-entropy", ""),
-        (about.get("weights"), as_text.short, "weights", ""),
-        (run.last.get("tokens"), as_text.short, "target tokens trained on", ""),
-        (run.last.get("seconds"), as_text.duration, "of training", ""),
-    )
-    return [
-        Cell(written(value), detail=label, hint=hint)
-        for value, written, label, hint in figures
-        if value is not None
-    ]
 
 
 def _command(name: str, run: Gathered, *options: str) -> str:
