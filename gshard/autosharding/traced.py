@@ -16,9 +16,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from gshard import _jax
 from gshard.autosharding.cost import NONE, MeshShape, specs_of
 from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints
-from gshard.capture.flatten import inline
+from gshard.capture.calls import StaticLeaves
 from gshard.capture.placement import device_order
-from gshard.capture.simplify import PASSES
+from gshard.capture.stage import USUAL, capture
+from gshard.graph.history import History
 from gshard.graph.regions import Loop, bodies, walk
 from gshard.graph.source import source_of
 from gshard.pipelining.meaning import pipeline_p
@@ -101,24 +102,22 @@ class TracedProgram:
         stages: int = 0,
     ) -> TracedProgram:
         """Trace the function, for this hardware if it is known."""
-        given = jax.tree_util.tree_flatten_with_path((args, {}))[0]
-        leaves = [leaf for _, leaf in given]
-        run, arrays = of_arrays(fn, args, {})
-        order = device_order(devices)
-        structs = [_jax.struct_of(leaves[i]) for i in arrays]
+        static, arrays = StaticLeaves.of(args, {}, (), ())
+        run, order = static.flat(fn), device_order(devices)
+        structs = [_jax.struct_of(x) for x in arrays]
         with tracing_for(order, hardware=hardware), in_stages(stages):
             traced = jax.jit(lambda *values: arrays_of(run(*values))).trace(*structs)
-        flat = inline(traced.jaxpr, order)
-        _check_effects(flat)
-        for normal_form in PASSES if devices > 1 else ():
-            flat = normal_form(flat)
-        paths = [(path_name(given[i][0]), tuple(np.shape(leaves[i]))) for i in arrays]
-        first = len(flat.jaxpr.invars) - len(arrays)
+        captured = capture(traced, order, USUAL, History())
+        _check_effects(captured.original)
+        flat, constants = captured.flat, captured.closed_over
+        given = jax.tree_util.tree_flatten_with_path((args, {}))[0]
+        arguments = ((path, x) for path, x in given if _jax.is_array_like(x))
+        paths = [(path_name(path), tuple(np.shape(x))) for path, x in arguments]
+        first = len(constants)
         pairs = _returned(arrays_of(args), traced.out_info)
         results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
         states = [(result_name(results[r][0]), paths[a][0]) for r, a in pairs]
         returned = [(result, argument + first) for result, argument in pairs]
-        constants = _jax.closed_over(traced)
         found = (fn, args, devices, flat, paths, first, returned, states, constants)
         return TracedProgram(*found, stages=stages)
 
@@ -149,23 +148,6 @@ def _check_effects(flat: ClosedJaxpr) -> None:
                 "gshard.auto takes functions without effects only. Choose a layout for the "
                 "function without it; gshard.jit(fn, annotations=layout) runs effects"
             )
-
-
-def of_arrays(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], list[int]]:
-    """`fn` as a function of the arrays among its arguments, and which leaves they are."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [i for i, leaf in enumerate(leaves) if _jax.is_array_like(leaf)]
-
-    def run(*values: Any) -> Any:
-        filled = list(leaves)
-        for i, value in zip(arrays, values, strict=True):
-            filled[i] = value
-        positional, named = tree.unflatten(filled)
-        return fn(*positional, **named)
-
-    return run, arrays
 
 
 def arrays_of(tree: Any) -> Any:

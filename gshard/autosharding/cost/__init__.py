@@ -20,6 +20,7 @@ from gshard.autosharding.solver.problem import Floats
 from gshard.forecast.collective import collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.moving.costs import LATENCIES
+from gshard.moving.routes import divisors
 from gshard.tensors.sharding import Sharding, Split
 
 MeshShape = tuple[int, ...]
@@ -29,18 +30,11 @@ NONE = -1
 
 def mesh_shapes(devices: int, most_axes: int = 2) -> list[MeshShape]:
     """All ways to write a number of devices as a product, in order, of at most so many factors."""
-    found: list[MeshShape] = []
-
-    def extend(left: int, chosen: MeshShape) -> None:
-        if left == 1 and chosen:
-            found.append(chosen)
-        if len(chosen) < most_axes:
-            for factor in range(2, left + 1):
-                if left % factor == 0:
-                    extend(left // factor, (*chosen, factor))
-
-    extend(devices, ())
-    return found or [(1,)]
+    found: list[MeshShape] = [] if devices > 1 else [(1,)]
+    for first in divisors(devices)[1:]:
+        rest = mesh_shapes(devices // first, most_axes - 1) if most_axes > 1 else []
+        found += [(first,)] if first == devices else [(first, *shape) for shape in rest]
+    return found
 
 
 @functools.cache

@@ -33,7 +33,8 @@ from gshard.autosharding.layout.annotations import (
 )
 from gshard.autosharding.layout.for_torch import ForTorch, for_torch
 from gshard.autosharding.layout.summary import Considered, as_table, explained, plot, summary
-from gshard.autosharding.traced import of_arrays, path_name, result_name
+from gshard.autosharding.traced import path_name, result_name
+from gshard.capture.calls import StaticLeaves
 from gshard.capture.flatten import inline
 from gshard.capture.inside import Inside
 from gshard.capture.placement import device_order
@@ -80,10 +81,8 @@ def constrained(
 
     @functools.wraps(fn)
     def with_constraints(*args: Any, **kwargs: Any) -> Any:
-        run, arrays = of_arrays(fn, args, kwargs)
-        leaves = jax.tree.leaves((args, kwargs))
-        given = [leaves[i] for i in arrays]
-        closed, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
+        static, given = StaticLeaves.of(args, kwargs, (), ())
+        closed, shapes = jax.make_jaxpr(static.flat(fn), return_shape=True)(*given)
         flat = inline(closed, device_order(mesh.size))
         marked = {
             var: on_mesh(mesh, each.dims, each.shape)
