@@ -20,8 +20,7 @@ from gshard.autosharding.solver.problem import Floats
 from gshard.forecast.collective import collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.moving.costs import LATENCIES
-from gshard.moving.routes import divisors
-from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.sharding import Sharding, Split, divisors
 
 MeshShape = tuple[int, ...]
 Spec = tuple[int, ...]  # one entry per mesh axis: a dim, or NONE
