@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gshard.nn.kernels.attention import CacheBlocks, attend_to_cache, cache_reference
+from gshard.nn.kernels.attention import Blocks, attend_to_cache, cache_reference
 
 
 def check(B, T, N, L, D, U, seen, positions, first=0, seed=0):
@@ -25,7 +25,7 @@ def check(B, T, N, L, D, U, seen, positions, first=0, seed=0):
     read = within.reshape(B, -1, positions).any(axis=2).repeat(positions, axis=1)
     for x in (k, v):
         x.swapaxes(1, 2)[~read] = np.nan
-    blocks = CacheBlocks(positions, interpret=True)
+    blocks = Blocks(16, positions, 2, 2, interpret=True)
     got = attend_to_cache(q, k, v, jnp.asarray(mask), blocks)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 

@@ -202,10 +202,8 @@ class Checkpoints:
     def newest_note(self) -> dict[str, Any] | None:
         """The note of the newest checkpoint that has one."""
         for step in reversed(self.steps):
-            try:
+            with contextlib.suppress(DamagedError):
                 return dict(self.restore_some(step, {})["note"])
-            except DamagedError:
-                continue
         return None
 
     def restore(self, step: int, model: Any, optimizer: Any) -> tuple[Any, Any, dict[str, Any]]:

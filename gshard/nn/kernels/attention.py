@@ -224,15 +224,6 @@ def key_kernel(
 _ROWS = 16  # the least that a product of blocks takes
 
 
-class CacheBlocks(NamedTuple):
-    """How many positions are read at a time, and the launch parameters."""
-
-    positions: int = 32
-    warps: int = 2
-    stages: int = 2
-    interpret: bool = False
-
-
 def fits_cache(q_BTND: Array, k_BNLD: Array, v_BNLU: Array) -> bool:
     """Whether the kernel can be used: on a GPU, on halves, with dims that its blocks divide."""
     dims = q_BTND.shape[-1], v_BNLU.shape[-1]
@@ -253,16 +244,19 @@ def cache_reference(q_BTND: Array, k_BNLD: Array, v_BNLU: Array, mask_BTL: Array
 
 
 def attend_to_cache(
-    q_BTND: Array, k_BNLD: Array, v_BNLU: Array, mask_BTL: Array, blocks: CacheBlocks | None = None
+    q_BTND: Array, k_BNLD: Array, v_BNLU: Array, mask_BTL: Array, blocks: Blocks | None = None
 ) -> Array:
-    """The same by the kernel, which reads the positions that some query of a sequence sees."""
+    """The same by the kernel, which reads the positions that some query of a sequence sees.
+
+    Its own side is the queries, in a block at least so large.
+    """
     (B, T, N, D), (L, U) = q_BTND.shape, v_BNLU.shape[2:]
     if blocks is None:
-        blocks = CacheBlocks(32 if L % 32 == 0 else _ROWS)
-    rows, mask_BTL = max(_ROWS, pl.next_power_of_2(T)), mask_BTL.astype(jnp.int32)
-    span_B2 = _span(mask_BTL, L // blocks.positions)
+        blocks = Blocks(_ROWS, 32 if L % 32 == 0 else _ROWS, warps=2, stages=2)
+    rows, mask_BTL = max(blocks.own, pl.next_power_of_2(T)), mask_BTL.astype(jnp.int32)
+    span_B2 = _span(mask_BTL, L // blocks.other)
     return pl.pallas_call(
-        functools.partial(_cache_kernel, queries=T, rows=rows, positions=blocks.positions),
+        functools.partial(_cache_kernel, queries=T, rows=rows, positions=blocks.other),
         grid=(N, B),
         in_specs=[
             pl.BlockSpec((None, rows, None, D), lambda n, b: (b, 0, n, 0)),
