@@ -22,6 +22,7 @@ from gshard.moving.halo import retile_elements, retiled, standard_elements, stan
 from gshard.moving.nodes import TensorNode, communicate
 from gshard.moving.plan import reshard, reshard_cost
 from gshard.moving.reductions import identity, reduce, reduced_bytes, tree_reduce_scatter
+from gshard.moving.steps import copies_as_split
 from gshard.tensors.devices import Groups, Place, groups_by
 from gshard.tensors.sharding import Sharding, Split, compatible, divisors, towards
 from gshard.tensors.tile import Tile, itemsize_of
@@ -238,9 +239,9 @@ def _parts(here: Sharding) -> tuple[np.ndarray, np.ndarray, int]:
     """The devices that combine: those with the same tile of the result and all parts of it."""
     parts = Sharding(here.unreduced, here.num_devices)
     both = Sharding((*here.splits, *here.unreduced), here.num_devices)
-    copy = np.zeros(here.num_devices, np.int64)
-    copy[both.devices.reshape(-1, both.replicas)] = np.arange(both.replicas)
-    key = np.where(parts.tile_index < 0, -1, here.tile_index * both.replicas + copy)
+    copy = copies_as_split(both)
+    key = here.tile_index * both.replicas + (copy.coords if copy else 0)
+    key = np.where(parts.tile_index < 0, -1, key)
     return key, parts.tile_index, math.prod(parts.tiles)
 
 

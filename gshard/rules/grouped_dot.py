@@ -6,7 +6,7 @@ matrices (or the sums that become their gradients) pass around a ring.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -25,10 +25,8 @@ from gshard.rules.base.ways import by_factors
 from gshard.rules.contraction import dot_work, ragged_factors, ring_of
 from gshard.rules.grouped import limits_of
 from gshard.tensors.factors import Factors, shard_dims
-from gshard.tensors.sharding import Sharding, Shardings, Targets
+from gshard.tensors.sharding import Shardings, Targets
 from gshard.tensors.tile import Tile, Tiles
-
-_OVERFLOW = "if a device has more rows than its capacity"
 
 
 def grouped_factors(eqn: JaxprEqn) -> Factors:
@@ -81,12 +79,25 @@ def _grouped_dot(ctx: Context, eqn: JaxprEqn, way: Way, tiles: Tiles, targets: T
         tile = tile.masked(ctx.place, 0, list(of_groups)) if number and of_groups else tile
         ready.append(mask_for(ctx.place, tile, dims, factors))
     shape = tuple(eqn.outvars[0].aval.shape)
-    own, first = ctx.place.coord(groups.parts), ctx.place.coord(groups.split)
-    dot = _Local(eqn, groups, limits, own, first)
-    if of_groups:
-        array = _rows_times_groups(ctx, dot, ready[0], ready[1], of_groups[0])
-    else:
-        array = _sums_of_groups(ctx, dot, ready[0], ready[1], here)
+    lhs, rhs = (tile.array for tile in ready)
+    dot = _Local(eqn, groups, limits, ctx.place.coord(groups.parts), ctx.place.coord(groups.split))
+    pairs = ring_of(ready[1].sharding, of_groups[0]) if of_groups else ring_of(here, 0)
+    what = f"{'matrices of' if of_groups else 'sums over'} {groups.count} groups in a ring"
+    reason = Reason("step", "ragged_dot", f"{what}, if a device has more rows than its capacity")
+
+    def on_own_rows() -> jax.Array:
+        return dot.product(lhs, rhs, dot.sizes(dot.first)[0])
+
+    def pass_on(x: jax.Array) -> jax.Array:
+        return collectives.collective_permute(ctx.place, x, pairs, reason)
+
+    def in_a_ring() -> jax.Array:
+        nothing = jnp.zeros_like(jax.eval_shape(on_own_rows))
+        with unlikely():
+            run = _rows_times_groups if of_groups else _sums_of_groups
+            return run(dot, lhs, rhs, nothing, pass_on)
+
+    array = lax.cond(~limits.overflow, on_own_rows, in_a_ring)
     done = Tile(array, result, shape, "ragged_dot")
     stays = bool(way.kind) and ctx.stays_unreduced(eqn.outvars[0], done, "sum")
     return [done if stays else combine(ctx.place, done, "sum", targets[0])]
@@ -119,57 +130,37 @@ class _Local:
         return lax.ragged_dot_general(lhs, rhs, sizes, **params)
 
 
-def _rows_times_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, dim: int) -> jax.Array:
-    """Every row times its group's matrix."""
-    tiles = dot.groups.split.tiles
-    pairs = ring_of(rhs.sharding, dim)
-    reason = Reason(
-        "step", "ragged_dot", f"matrices of {dot.groups.count} groups in a ring, {_OVERFLOW}"
-    )
+PassOn = Callable[[jax.Array], jax.Array]  # to the device with the next groups
 
-    def on_own_rows() -> jax.Array:
-        return dot.product(lhs.array, rhs.array, dot.sizes(dot.first)[0])
+
+def _rows_times_groups(
+    dot: _Local, lhs: jax.Array, rhs: jax.Array, total: jax.Array, pass_on: PassOn
+) -> jax.Array:
+    """Every row times its group's matrix; the matrices are passed on."""
+    tiles = dot.groups.split.tiles
 
     def multiply(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         passing, total = carry
         sizes, begin = dot.sizes((dot.first - i) % tiles)
-        part = jnp.roll(dot.product(jnp.roll(lhs.array, -begin, 0), passing, sizes), begin, 0)
+        part = jnp.roll(dot.product(jnp.roll(lhs, -begin, 0), passing, sizes), begin, 0)
         row = lax.broadcasted_iota(jnp.int32, part.shape, 0)
         total = jnp.where((row >= begin) & (row < begin + jnp.sum(sizes)), part, total)
-        return collectives.collective_permute(ctx.place, passing, pairs, reason), total
+        return pass_on(passing), total
 
-    def in_a_ring() -> jax.Array:
-        total = jnp.zeros_like(jax.eval_shape(on_own_rows))
-        with unlikely():
-            return lax.fori_loop(0, tiles, multiply, (rhs.array, total))[1]
-
-    return lax.cond(~dot.limits.overflow, on_own_rows, in_a_ring)
+    return lax.fori_loop(0, tiles, multiply, (rhs, total))[1]
 
 
-def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Sharding) -> jax.Array:
-    """For every group the product of its rows on both sides, summed over them."""
+def _sums_of_groups(
+    dot: _Local, lhs: jax.Array, rhs: jax.Array, total: jax.Array, pass_on: PassOn
+) -> jax.Array:
+    """For every group the product of its rows on both sides, summed over them; sums are passed."""
     tiles = dot.groups.split.tiles
-    pairs = ring_of(here, 0)
-    reason = Reason(
-        "step", "ragged_dot", f"sums over {dot.groups.count} groups in a ring, {_OVERFLOW}"
-    )
-
-    def on_own_rows() -> jax.Array:
-        return dot.product(lhs.array, rhs.array, dot.sizes(dot.first)[0])
 
     def part(number: jax.Array | int) -> jax.Array:
         sizes, begin = dot.sizes(number)
-        first, second = (jnp.roll(t.array, -begin, 0) for t in (lhs, rhs))
-        return dot.product(first, second, sizes)
+        return dot.product(jnp.roll(lhs, -begin, 0), jnp.roll(rhs, -begin, 0), sizes)
 
     def multiply(i: jax.Array, total: jax.Array) -> jax.Array:
-        total = total + part((dot.first - 1 - i) % tiles)
-        return collectives.collective_permute(ctx.place, total, pairs, reason)
+        return pass_on(total + part((dot.first - 1 - i) % tiles))
 
-    def in_a_ring() -> jax.Array:
-        total = jnp.zeros_like(jax.eval_shape(on_own_rows))
-        with unlikely():
-            total = lax.fori_loop(0, tiles - 1, multiply, total)
-        return total + part(dot.first)
-
-    return lax.cond(~dot.limits.overflow, on_own_rows, in_a_ring)
+    return lax.fori_loop(0, tiles - 1, multiply, total) + part(dot.first)

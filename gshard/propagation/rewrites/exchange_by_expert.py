@@ -24,6 +24,7 @@ from gshard._jax import Var, optimization_barrier_p
 from gshard.graph import Graph, at_every_level, filling, in_order, live, needed_for
 from gshard.graph.evaluate import equations_of
 from gshard.graph.source import source_of
+from gshard.moving.steps import copies_as_split
 from gshard.rules.base.ragged_rows import ExpertGroups, grouped_dot_p, put_rows_p, take_rows_p
 from gshard.rules.base.rule import RULES, equation_key, factors_of, rowwise
 from gshard.rules.grouped import is_ragged, multiplies_rows, puts_rows, sums_rows, takes_rows
@@ -88,20 +89,10 @@ def _groups(
             continue
         remarks.append(f"applied at {source_of(eqn)}: rows are on the devices of their groups")
         if sizes not in found:
-            parts, count = _with_copies(here, split), rhs.aval.shape[dim]
+            copies, count = copies_as_split(here), rhs.aval.shape[dim]
+            parts = split.times(copies) if copies else split  # tiles are divided among their copies
             found[sizes] = ExpertGroups(split, parts, rows, count, next(numbers))
     return found
-
-
-def _with_copies(sharding: Sharding, split: Split) -> Split:
-    """`split`, its tiles divided further among the devices with copies of a tile."""
-    if sharding.replicas == 1:
-        return split
-    copy = np.zeros(sharding.num_devices, np.int32)
-    copy[sharding.devices.reshape(-1, sharding.replicas)] = np.arange(sharding.replicas)
-    minor = Split.of(copy)
-    assert minor
-    return split.times(minor)
 
 
 class _ExpertRegion:
