@@ -239,9 +239,8 @@ def _parts(here: Sharding) -> tuple[np.ndarray, np.ndarray, int]:
     """The devices that combine: those with the same tile of the result and all parts of it."""
     parts = Sharding(here.unreduced, here.num_devices)
     both = Sharding((*here.splits, *here.unreduced), here.num_devices)
-    copy = copies_as_split(both)
-    key = here.tile_index * both.replicas + (copy.coords if copy else 0)
-    key = np.where(parts.tile_index < 0, -1, key)
+    number = copy.coords if (copy := copies_as_split(both)) else 0
+    key = np.where(parts.tile_index < 0, -1, here.tile_index * both.replicas + number)
     return key, parts.tile_index, math.prod(parts.tiles)
 
 
