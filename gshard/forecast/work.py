@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +66,7 @@ def product_dtype(op: Op) -> Any:
 
 def product_flops(op: Op) -> float:
     """Multiplications and additions of a matrix product or convolution, or of those in a kernel."""
-    return kernel_work(op.eqn).products if op.primitive in KERNELS else product_of(op.eqn).flops
+    return kernel_work(op.eqn).products if op.primitive in KERNELS else flops_of(op.eqn)
 
 
 def product_seconds(op: Op, machine: Hardware) -> float:
@@ -135,37 +134,18 @@ def moved_bytes(operator: DeviceOperator) -> float:
     return written + sum(min(size_of(v), 2.0 * written) for v in operator.reads)
 
 
-@dataclass(frozen=True)
-class Product:
-    """A matrix product or convolution as products of matrices, as many as `batch`."""
-
-    batch: int
-    rows: int
-    columns: int
-    terms: int  # of the sum that an element of the result is
-
-    @property
-    def flops(self) -> float:
-        """Multiplications and additions."""
-        return 2.0 * self.batch * self.rows * self.columns * self.terms
-
-
-def product_of(eqn: JaxprEqn) -> Product:
-    """The product that an equation is."""
+def flops_of(eqn: JaxprEqn) -> float:
+    """Multiplications and additions of a product: one of each for every term of a sum."""
     lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
-    out = eqn.outvars[0].aval.shape
     if eqn.primitive is p.conv_general_dilated_p:
-        numbers = eqn.params["dimension_numbers"]
-        kernels, columns = rhs[numbers.rhs_spec[0]], out[numbers.out_spec[1]]
-        rows, terms = math.prod(out) // max(columns, 1), math.prod(rhs) // max(kernels, 1)
-        return Product(1, rows, columns, terms)
-    if eqn.primitive is p.dot_general_p:
-        (contracted, _), (kept, _) = eqn.params["dimension_numbers"]
-        first = len(lhs) - len(contracted)  # dim of the result that is the right operand's own
-        sides = math.prod(out[len(kept) : first]), math.prod(out[first:])
+        kernels = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
+        terms = math.prod(rhs) // max(kernels, 1)
+    elif eqn.primitive is p.dot_general_p:
+        (contracted, _), _ = eqn.params["dimension_numbers"]
         terms = math.prod(lhs[d] for d in contracted)
-        return Product(math.prod(out[: len(kept)]), *sides, terms)
-    return Product(1, math.prod(out[:-1]), out[-1], lhs[-1])  # ragged: a row meets one matrix
+    else:
+        terms = lhs[-1]  # ragged: a row meets one matrix
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * terms
 
 
 class KernelWork(NamedTuple):
@@ -203,7 +183,7 @@ def _counted(jaxpr: Jaxpr) -> tuple[float, Any, float]:
             vector += times * sum(v for _, _, v in inner)
             dtype = dtype or next((d for _, d, _ in inner if d is not None), None)
         elif eqn.primitive is p.dot_general_p:
-            products += product_of(eqn).flops
+            products += flops_of(eqn)
             dtype = dtype or eqn.invars[0].aval.dtype
         elif eqn.primitive not in _FREE_IN_KERNELS:
             vector += max(map(elements, (*eqn.invars, *eqn.outvars)), default=0)
