@@ -207,21 +207,18 @@ def examples(
 ) -> list[dict[str, Any]]:
     """`count` sentences of a task to read: always the same ones, chosen by their hash."""
     ranked = sorted(range(len(held)), key=lambda i: (fingerprint(held.sources[i]), i))
-    shown = []
-    for i in ranked[:count]:
-        translation = found[str(held.task)][i]
-        finite = math.isfinite(translation.score)
-        shown.append(
-            {
-                "task": str(held.task),
-                "source": held.sources[i],
-                "reference": held.references[i],
-                "translation": translation.text,
-                "score": round(translation.score, 4) if finite else None,
-                "chrf": round(scoring.sentence_chrf(translation.text, held.references[i]), 2),
-            }
-        )
-    return shown
+    name = str(held.task)
+    return [
+        {
+            "task": name,
+            "source": held.sources[i],
+            "reference": held.references[i],
+            "translation": text,
+            "score": round(score, 4) if math.isfinite(score) else None,
+            "chrf": round(scoring.sentence_chrf(text, held.references[i]), 2),
+        }
+        for i, (text, score) in ((i, found[name][i]) for i in ranked[:count])
+    ]
 
 
 def search_of(run: Run, config: EvaluateConfig) -> TranslateConfig:

@@ -125,12 +125,10 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
             atomic.write_json(folder / _NOTE, note)
         self._known: dict[tuple[str, str], Translation] = {}
-        self._read()
+        if (folder / _LINES).is_file():
+            self._read(folder / _LINES)
 
-    def _read(self) -> None:
-        path = self.folder / _LINES
-        if not path.is_file():
-            return
+    def _read(self, path: Path) -> None:
         whole = 0
         with path.open("rb") as file:
             for line in file:
@@ -212,11 +210,12 @@ def translate_all(
             store.add((target, source, _best(hypotheses)) for source, hypotheses in pairs)
             done += len(chunk)
             step(f"{done:,} of {total:,} sentences")
-    results: dict[str, list[Translation]] = {}
-    for held in sets:
-        known = [store.get(held.task.target, source) for source in held.sources]
-        results[str(held.task)] = [t for t in known if t is not None]
-    return results
+    return {
+        str(held.task): [
+            known for source in held.sources if (known := store.get(held.task.target, source))
+        ]
+        for held in sets
+    }
 
 
 def _best(hypotheses: Sequence[Any]) -> Translation:

@@ -7,6 +7,7 @@ phone as on paper, which a finished picture is not.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,11 @@ def chart_data(runs: Sequence[Gathered]) -> dict[str, Any]:
         "runs": [run.name for run in runs],
         "corpora": corpora(runs),
         "loss": [_loss(run) for run in runs],
-        "tasks": [_task(task) for task in order],
+        "tasks": [
+            {"task": task.name, "language": task.language, "into": task.into_english}
+            | {"pairs": task.train_pairs, "group": task.group, "sentences": task.sentences}
+            for task in order
+        ],
         "quality": quality(runs, order),
         "experts": experts(runs, order),
         "health": health(runs),
@@ -51,18 +56,11 @@ def chart_data(runs: Sequence[Gathered]) -> dict[str, Any]:
 
 def corpora(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
     """Training pairs by language, most first: one list for all the runs that have the same."""
-    found: list[dict[str, Any]] = []
+    found: dict[tuple[tuple[str, float], ...], list[str]] = {}
     for run in runs:
-        if not run.pairs:
-            continue
-        ordered = sorted(run.pairs, key=lambda language: (-run.pairs[language], language))
-        pairs = [[language, run.pairs[language]] for language in ordered]
-        same = next((each for each in found if each["pairs"] == pairs), None)
-        if same:
-            same["runs"].append(run.name)
-        else:
-            found.append({"runs": [run.name], "pairs": pairs})
-    return found
+        pairs = sorted(run.pairs.items(), key=lambda item: (-item[1], item[0]))
+        found.setdefault(tuple(pairs), []).append(run.name)
+    return [{"runs": names, "pairs": pairs} for pairs, names in found.items() if pairs]
 
 
 def _loss(run: Gathered) -> dict[str, Any]:
@@ -91,17 +89,6 @@ def _rounded(value: float | None, places: int = 4) -> float | None:
     if abs(value) < 10.0 ** (1 - places):
         return float(f"{value:.4g}")
     return round(value, places)
-
-
-def _task(task: Direction) -> dict[str, Any]:
-    return {
-        "task": task.name,
-        "language": task.language,
-        "into": task.into_english,
-        "pairs": task.train_pairs,
-        "group": task.group,
-        "sentences": task.sentences,
-    }
 
 
 def quality(runs: Sequence[Gathered], order: Sequence[Direction]) -> list[dict[str, Any]]:
@@ -157,12 +144,8 @@ def experts(runs: Sequence[Gathered], order: Sequence[Direction]) -> list[dict[s
         for place, run in enumerate(runs)
         if run.evaluation and run.evaluation.experts
     ]
-    total = sum(
-        sum(len(row) for row in layers)
-        for _, sides in shown
-        for tasks in sides.values()
-        for layers in tasks.values()
-    )
+    loads = [layers for _, sides in shown for side in sides.values() for layers in side.values()]
+    total = sum(len(row) for layers in loads for row in layers)
     together = 1
     while total / together > MOST_SHARES:
         together *= 2
@@ -226,14 +209,10 @@ def examples(runs: Sequence[Gathered], order: Sequence[Direction]) -> dict[str, 
     by_task: dict[str, list[dict[str, Any]]] = {task.name: [] for task in order}
     for (task, _), entry in found.items():
         by_task.setdefault(task, []).append(entry)
-    longest = max(map(len, by_task.values()), default=0)
-    kept: list[dict[str, Any]] = []
-    size = 0
-    for depth in range(longest):  # the first of every task, then the second, ...
-        for entries in by_task.values():
-            if depth < len(entries) and size <= MOST_TEXT:
-                kept.append(entries[depth])
-                size += _size(entries[depth])
+    # The first of every task, then the second, ...
+    ordered = [e for some in itertools.zip_longest(*by_task.values()) for e in some if e]
+    before = itertools.accumulate(map(_size, ordered), initial=0)
+    kept = [entry for entry, size in zip(ordered, before, strict=False) if size <= MOST_TEXT]
     return {"all": len(found), "list": kept}
 
 

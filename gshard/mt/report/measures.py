@@ -63,10 +63,8 @@ class Curve:
 
     def reached(self, loss: float) -> Record | None:
         """The first record whose smoothed loss is at most `loss`."""
-        for record, value in zip(self.records, self.smoothed, strict=True):
-            if value <= loss:
-                return record
-        return None
+        pairs = zip(self.records, self.smoothed, strict=True)
+        return next((record for record, value in pairs if value <= loss), None)
 
 
 def curve(records: Iterable[Record], smooth: bool) -> Curve:

@@ -69,11 +69,10 @@ class Study:
 
     def run(self, name: str) -> PlannedRun:
         """The run of that name."""
-        for run in self.runs:
-            if run.name == name:
-                return run
-        known = [run.name for run in self.runs]
-        raise UserError(f"{self.path} plans no run {name!r}{nearest(name, known)}")
+        known = {run.name: run for run in self.runs}
+        if name not in known:
+            raise UserError(f"{self.path} plans no run {name!r}{nearest(name, known)}")
+        return known[name]
 
     def place(self, name: str) -> Path:
         """The folder of a run."""

@@ -122,23 +122,18 @@ def _languages(
 ) -> list[dict[str, Any]]:
     """Every score by language, the one with the most text first."""
     tasks = {**zero, **{name: task for model in found for name, task in model.scores.items()}}
-    rows = []
-    for name in by_resource(tasks):
-        task = tasks[name]
-        row: dict[str, Any] = {
+    return [
+        {
             "task": name,
-            "pairs": task["train_pairs"],
-            "group": task["group"],
-            "sentences": task["sentences"],
-            "copier_chrf": task.get("nearest_chrf"),
+            "pairs": tasks[name]["train_pairs"],
+            "group": tasks[name]["group"],
+            "sentences": tasks[name]["sentences"],
+            "copier_chrf": tasks[name].get("nearest_chrf"),
+            **{f"baseline_{metric}": zero.get(name, {}).get(metric) for metric in METRICS},
+            **{m: [model.scores.get(name, {}).get(m) for model in found] for m in METRICS},
         }
-        for metric in METRICS:
-            row[f"baseline_{metric}"] = zero[name][metric] if name in zero else None
-            row[metric] = [
-                model.scores[name][metric] if name in model.scores else None for model in found
-            ]
-        rows.append(row)
-    return rows
+        for name in by_resource(tasks)
+    ]
 
 
 def comparisons(
@@ -291,12 +286,12 @@ def at_equal_cost(curve: Curve, seconds: float) -> float | None:
 
 def efficiency(found: Sequence[Scored]) -> list[dict[str, Any]]:
     """When each model first had some round training losses: (tokens, seconds), or None."""
-    rows = []
-    for loss in measures.thresholds([model.curve for model in found]):
-        records = [model.curve.reached(loss) for model in found]
-        when = [(r["tokens"], r["seconds"]) if r else None for r in records]
-        rows.append({"loss": loss, "when": when})
-    return rows
+
+    def when(record: dict[str, float] | None) -> tuple[float, float] | None:
+        return (record["tokens"], record["seconds"]) if record else None
+
+    losses = measures.thresholds([model.curve for model in found])
+    return [{"loss": n, "when": [when(m.curve.reached(n)) for m in found]} for n in losses]
 
 
 @dataclass(frozen=True)
