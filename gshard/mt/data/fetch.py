@@ -173,12 +173,11 @@ def _apt_lists(folder: Path, languages: Iterable[str]) -> list[str]:
     for part in ("lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
-    options = ["-o", f"Dir::State::lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache"]
-    options += ["-o", "APT::Sandbox::User=", "-o", "Debug::NoLocking=1"]
+    settings = [f"Dir::State::lists={folder}/lists", f"Dir::Cache={folder}/cache"]
+    settings += ["APT::Sandbox::User=", "Debug::NoLocking=1"]
     # An empty value clears what the system's configuration lists before ours are added.
-    options += ["-o", "Acquire::Languages="]
-    for language in languages:
-        options += ["-o", f"Acquire::Languages::={language}"]
+    settings += ["Acquire::Languages=", *(f"Acquire::Languages::={each}" for each in languages)]
+    options = [word for setting in settings for word in ("-o", setting)]
     _call(["apt-get", "update", "-q", *options], str(folder))
     return options
 

@@ -173,16 +173,16 @@ def _shares(row: Sequence[float], together: int) -> list[int]:
 
 def health(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
     """The measures of HEALTH that any run has, over its steps."""
+
+    def points(run: Gathered, name: str) -> list[list[float | None]]:
+        records = [record for record in run.train if name in record]
+        kept = measures.thinned(len(records), MOST_POINTS // 2)
+        return [[records[n]["step"], _rounded(records[n][name])] for n in kept]
+
     found = []
     for name, title, form, meaning in HEALTH:
-        series = []
-        for place, run in enumerate(runs):
-            records = [record for record in run.train if name in record]
-            kept = [records[each] for each in measures.thinned(len(records), MOST_POINTS // 2)]
-            if kept:
-                points = [[record["step"], _rounded(record[name])] for record in kept]
-                series.append({"run": place, "points": points})
-        if series:
+        known = enumerate(points(run, name) for run in runs)
+        if series := [{"run": place, "points": each} for place, each in known if each]:
             about = {"name": name, "title": title, "form": form, "meaning": meaning}
             found.append({**about, "series": series})
     return found
@@ -321,13 +321,11 @@ def _draw_quality(data: dict[str, Any], measure: str, into: bool) -> Chart:
 
 def _bands(tasks: Sequence[dict[str, Any]]) -> list[tuple[float, float, str]]:
     """Where the groups of resource are among tasks in order; none if they are not in order."""
-    found: list[tuple[float, float, str]] = []
-    for n, task in enumerate(tasks):
-        if found and found[-1][2] == task["group"]:
-            found[-1] = (found[-1][0], n + 0.5, task["group"])
-        else:
-            found.append((n - 0.5, n + 0.5, task["group"]))
-    return found if len(found) <= 3 and all(name for *_, name in found) else []
+    groups = itertools.groupby(range(len(tasks)), lambda n: tasks[n]["group"])
+    found = [(name, list(places)) for name, places in groups]
+    if len(found) > 3 or not all(name for name, _ in found):
+        return []
+    return [(places[0] - 0.5, places[-1] + 0.5, name) for name, places in found]
 
 
 def draw_corpora(found: Sequence[dict[str, Any]]) -> Chart:

@@ -123,7 +123,7 @@ class Gathered:
 
 def gather(folders: Sequence[str | Path]) -> list[Gathered]:
     """The runs in `folders`, each once, under names that differ."""
-    paths: list[Path] = []
+    found: dict[Path, Path] = {}  # by where it is
     for folder in folders:
         path = Path(folder)
         if not path.is_dir():
@@ -132,8 +132,8 @@ def gather(folders: Sequence[str | Path]) -> list[Gathered]:
             )
         if not any((path / name).exists() for name in FILES):
             raise UserError(f"{folder} is not a run: it has none of {', '.join(FILES)}")
-        if path.resolve() not in [known.resolve() for known in paths]:
-            paths.append(path)
+        found.setdefault(path.resolve(), path)
+    paths = list(found.values())
     return [_read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 
 

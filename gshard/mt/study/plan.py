@@ -166,11 +166,9 @@ def assignments(table: Mapping[str, Any], prefix: str = "") -> list[str]:
     for name, value in table.items():
         if isinstance(value, dict):
             found += assignments(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            found.append(f"{prefix}{name}={','.join(map(str, value))}")
         else:
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            found.append(f"{prefix}{name}={text}")
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            found.append(f"{prefix}{name}={text.lower() if isinstance(value, bool) else text}")
     return found
 
 

@@ -216,10 +216,9 @@ class Scored:
     @property
     def by_direction(self) -> dict[str, list[Mapping[str, Any]]]:
         """The tasks of each direction that it was measured in."""
-        found: dict[str, list[Mapping[str, Any]]] = {direction: [] for direction in DIRECTIONS}
-        for task in self.scores.values():
-            found[DIRECTIONS[task["target"] != "en"]].append(task)
-        return {direction: tasks for direction, tasks in found.items() if tasks}
+        into = [task for task in self.scores.values() if task["target"] == "en"]
+        others = [task for task in self.scores.values() if task["target"] != "en"]
+        return {name: each for name, each in zip(DIRECTIONS, (into, others), strict=True) if each}
 
 
 def models(plan: Study) -> list[Scored]:

@@ -134,13 +134,11 @@ def directions(results: Mapping[str, Any]) -> str:
 def efficiency(results: Mapping[str, Any]) -> str:
     """Tokens and minutes to a loss, by model."""
     names = [model["label"] for model in results["models"]]
-    rows = []
-    for row in results["efficiency"]:
-        cells = [
-            "" if when is None else f"{when[0] / 1e6:.1f}M, {when[1] / 60:.2f} min"
-            for when in row["when"]
-        ]
-        rows.append([f"{row['loss']:g}", *cells])
+
+    def cell(when: Sequence[float] | None) -> str:
+        return "" if when is None else f"{when[0] / 1e6:.1f}M, {when[1] / 60:.2f} min"
+
+    rows = [[f"{row['loss']:g}", *map(cell, row["when"])] for row in results["efficiency"]]
     return table(["cross-entropy", *names], rows) if rows else ""
 
 
