@@ -154,9 +154,12 @@ def _simulate(
         made = {v: size_of(v) for v in new}
         for var in operator.writes:
             makers[var] = operator
-        reused = Counter(live[v] for v in dying) & Counter(made.values())  # by their sizes
+        before, after = (
+            Counter((size_of(v), compiler.keeps_shapes and v.aval.shape) for v in part)
+            for part in (dying, new)
+        )
         during = now + sum(made.values()) + inner.bytes
-        during -= sum(reused.elements()) if operator.overwrites else 0
+        during -= sum(n for n, *_ in (before & after).elements()) if operator.overwrites else 0
         along.append(during)
         if during > most:
             most, at = during, (operator, {**live, **made}, inner)

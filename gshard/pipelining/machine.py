@@ -97,19 +97,22 @@ class Machine:
         """Empty slots, sums of nothing, an empty inbox, and what leaves, by microbatch.
 
         Slots are flat: XLA would give a buffer the layout that a product wants of what is in it,
-        and copy all of it in every tick from the one into the other. What leaves is in no loop of a
-        tick, so that gradients of inputs are dropped where nobody needs them.
+        and copy all of it in every tick from the one into the other. W has two at least: one would
+        be read whole whatever the layer is, and XLA would do its products in every tick. What
+        leaves is in no loop of a tick, so that gradients of inputs are dropped where nobody needs
+        them.
         """
         inputs = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.arrays[3]]
         kinds = [found.kinds if found else () for found in self.passes]
         ahead, behind, late, head = ([kind.array for kind in part] for part in kinds)
         gradients = floats(inputs) if self.passes[1] else []
         closures, layers = len(floats(self.arrays[1])), max(self.pipe.layers)
+        waiting = behind[len(gradients) :]
         messages, residuals, pending = self.pipe.routes.slots
         state = State(
             [],
             _flat(ahead[len(inputs) :], residuals * layers),
-            _flat(behind[len(gradients) :] if pending else [], pending * layers, len(ahead)),
+            _flat(waiting if pending else [], max(2, pending * layers), len(ahead)),
             _made(head[: len(head) - len(gradients)]),
             _made(late[:closures]),
             _made(late[closures:], len(self.arrays[2][0])),

@@ -90,6 +90,7 @@ class Compiler:
 
     overlaps: ClassVar[bool] = False  # schedules collectives beside products
     copies_slices: ClassVar[bool] = True  # of a loop's arguments, for operators that are not fused
+    keeps_shapes: ClassVar[bool] = False  # a fusion reuses the buffers of its result's shape alone
 
     def prepare(self, ops: list[Op], outputs: list[Any], devices: int) -> Equations:
         """The equations of a body, and its results, as they are before fusion.

@@ -36,11 +36,16 @@ BARRIERS_HOLD = jax.__version_info__ >= (0, 11)  # before, XLA for CPUs ignored 
 class CPU(Compiler):
     """XLA for CPUs; it reduces gradients over devices together, after the last of them."""
 
+    keeps_shapes = True
+
     def prepare(self, ops: list[Op], outputs: list[Any], devices: int) -> Equations:
         """The equations as they are before fusion."""
         updates = [op for op in ops if op.primitive is p.dynamic_update_slice_p]
         updated = {op.reads[0] for op in updates}  # in place: other reads of it come before
-        apart = {op for op in ops if op.primitive is p.dynamic_slice_p and op.reads[0] in updated}
+        slices = [o for o in ops if o.primitive is p.dynamic_slice_p and o.reads[0] in updated]
+        # A slice of all rows computes nothing, and their update copies what has been stored.
+        apart = {o for o in slices if elements(o.eqn.invars[0]) > elements(o.writes[0])}
+        apart |= {o for o in updates if elements(o.eqn.invars[1]) == elements(o.writes[0])}
         ops = [replace(o, joins=o not in apart and _JOINS.get(o.primitive, o.joins)) for o in ops]
         ops, outputs = _once(ops, outputs)
         ops = _with_broadcasts(ops)
