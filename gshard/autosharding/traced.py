@@ -161,20 +161,17 @@ def _returned(arguments: Sequence[Any], results: Any) -> list[tuple[int, int]]:
     All results together may be one (a state that is a list of layers), or each of them by itself.
     """
     together = any(_alike(argument, results) for argument in arguments)
-    parts = results if isinstance(results, (tuple, list)) and not together else (results,)
+    trees = map(jax.tree.structure, (arguments, results))
+    given, made = (jax.tree.unflatten(tree, range(tree.num_leaves)) for tree in trees)
+    several = isinstance(results, (tuple, list)) and not together
     pairs: list[tuple[int, int]] = []
-    at_result = 0
     taken: set[int] = set()
-    for part in parts:
-        at_argument = 0
-        for number, argument in enumerate(arguments):
-            count = len(jax.tree.leaves(argument))
-            if number not in taken and count >= _STATE and _alike(argument, part):
-                pairs += [(at_result + i, at_argument + i) for i in range(count)]
-                taken.add(number)
+    for part, numbers in zip(results, made, strict=True) if several else [(results, made)]:
+        for argument, own in zip(arguments, map(jax.tree.leaves, given), strict=True):
+            if len(own) >= _STATE and taken.isdisjoint(own) and _alike(argument, part):
+                pairs += zip(jax.tree.leaves(numbers), own, strict=True)
+                taken.update(own)
                 break
-            at_argument += count
-        at_result += len(jax.tree.leaves(part))
     return pairs
 
 
