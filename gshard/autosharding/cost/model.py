@@ -282,10 +282,8 @@ class ModelBuilder:
         first, second = self._node(result), self._node(argument)
         if first >= 0 and second >= 0:
             self.states[result] = argument
-            size = byte_size((), argument.aval.dtype)
-            table = self.prices.moves().reshards(argument.aval.shape, size)
-            runs = self.flow.runs[argument]
-            self.add_read(result, second, self.prices.rounded(table * runs * PICO).T)
+            table = self.prices.moving(argument, runs=self.flow.runs[argument])
+            self.add_read(result, second, table.T)
 
     def _border(self, edge: Edge) -> None:
         """The two ends of a value at a loop's border; what a scan stacks is held from its start."""
@@ -297,9 +295,7 @@ class ModelBuilder:
         first, second = self._node(source), self._node(target)
         if first >= 0 and second >= 0 and first != second:
             outer = edge.atoms[0][0]
-            share, size = self.moved(source), byte_size((), outer.aval.dtype)
-            moved = self.prices.moves(share).reshards(outer.aval.shape, size)
-            moved = self.prices.rounded(moved * share * edge.runs * PICO)
+            moved = self.prices.moving(outer, self.moved(source), edge.runs)
             table = border_table(edge, source, self.mesh, moved, self.slices_stay)
             self.add_read(source, second, table.T)
 
@@ -357,9 +353,7 @@ class ModelBuilder:
 
     def _add_copy(self, var: Any, place: int) -> None:
         """A copy of a tensor, first read at this place: its node, and its edge to the tensor."""
-        table = self.prices.moves().reshards(var.aval.shape, byte_size((), var.aval.dtype))
-        weight = self.moved(var) * self.flow.runs.get(var, 1) * PICO
-        table = self.prices.rounded(table * weight)
+        table = self.prices.moving(var, self.moved(var), self.flow.runs.get(var, 1))
         own = read = np.arange(len(table))
         if paired := var in self.paired:
             own, read = _pairs(var.aval.shape, self.mesh)

@@ -201,6 +201,11 @@ class OperatorPrices:
         """What moves take, of values of which this share moves."""
         return self.alone
 
+    def moving(self, var: Any, share: float = 1.0, runs: int = 1) -> Floats:
+        """What resharding a tensor costs, of which a share moves, from each spec to each other."""
+        seconds = self.moves(share).reshards(var.aval.shape, byte_size((), var.aval.dtype))
+        return np.asarray(self.rounded(seconds * (share * runs * PICO)))
+
     def sums(self, shape: tuple[int, ...]) -> Rates:
         """What sums take: those of gradients can be combined, since nothing waits for them."""
         return self.combined if shape in self.weights else self.alone
@@ -332,8 +337,7 @@ class OperatorPrices:
 
     def _into_operand(self, made: Sequence[Spec], atom: Any, share: float, runs: int) -> Floats:
         """What it costs to bring a tensor from each of its specs to what a strategy reads."""
-        shape, itemsize, position = self.specs(atom)
-        moved = self.rounded(self.moves(share).reshards(shape, itemsize) * (share * runs * PICO))
+        moved, (_, _, position) = self.moving(atom, share, runs), self.specs(atom)
         never = np.full(len(position), FORBIDDEN)
         return np.array([moved[:, position[m]] if m in position else never for m in made])
 
