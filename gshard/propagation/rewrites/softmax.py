@@ -124,7 +124,7 @@ class _Reader:
 
     def weights(self, scores: Any) -> _Weights | None:
         """Scores as an exponential and factors; None if they are something else."""
-        factors = list(self.factors(scores, False))
+        factors = list(self.taken_apart(scores, False))
         rows = tuple(row for row, _ in factors if isinstance(row, _KeyRow))
         others = [(eqn, inverse) for eqn, inverse in factors if not isinstance(eqn, _KeyRow)]
         kinds = {getattr(eqn, "primitive", None): eqn for eqn, inverse in others if not inverse}
@@ -134,7 +134,9 @@ class _Reader:
         found = self.shifted(power.invars[0])
         return _Weights(found.logits, found.added, rows, errors)
 
-    def factors(self, atom: Any, inverse: bool) -> Iterator[tuple[_KeyRow | JaxprEqn | None, bool]]:
+    def taken_apart(
+        self, atom: Any, inverse: bool
+    ) -> Iterator[tuple[_KeyRow | JaxprEqn | None, bool]]:
         """The factors of scores, each with whether it divides: rows, and what else makes them."""
         eqn = self.graph.maker(atom)
         if row := self.row(atom, inverse):
@@ -143,13 +145,13 @@ class _Reader:
             yield None, inverse
         elif eqn.primitive in (p.mul_p, p.div_p):
             first, second = eqn.invars
-            yield from self.factors(first, inverse)
-            yield from self.factors(second, inverse != (eqn.primitive is p.div_p))
+            yield from self.taken_apart(first, inverse)
+            yield from self.taken_apart(second, inverse != (eqn.primitive is p.div_p))
         elif eqn.primitive is p.neg_p:
             yield _KeyRow(Literal(np.float32(-1), jax.typeof(np.float32(-1)))), False
-            yield from self.factors(eqn.invars[0], inverse)
+            yield from self.taken_apart(eqn.invars[0], inverse)
         elif eqn.primitive is p.convert_element_type_p:
-            yield from self.factors(eqn.invars[0], inverse)
+            yield from self.taken_apart(eqn.invars[0], inverse)
         else:
             while eqn.primitive is p.transpose_p and (maker := self.graph.maker(eqn.invars[0])):
                 eqn = maker
