@@ -168,6 +168,10 @@ class BindLocal:
     """The primitive itself, on local arrays; with `params` for results of these local shapes."""
 
     params: Callable[[JaxprEqn, Sequence[Shape]], Mapping[str, Any]] = lambda eqn, shapes: {}
+    __name__ = "bind_local"  # it is documented as a function
+
+    def __repr__(self) -> str:
+        return self.__name__
 
     def __call__(self, ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -> Arrays:
         """The local results."""
