@@ -152,8 +152,7 @@ class Supervisor:
                     self._note(f"{ended} ({after}); all continue from the last checkpoint")
                 elif count > self._least:
                     failures = 0
-                    self._left_out = self._count - count + 1
-                    self._room_then = self._machines.capacity(self._count)
+                    self._leave_out(self._count - count + 1)
                     self._note(f"{ended}; continuing with {count - 1} processes")
                 else:
                     self._note(f"{ended}; given up after {failures} failures without a new step")
@@ -216,6 +215,10 @@ class Supervisor:
             return None
         self._left_out = 0
         return f"there is room for {room} processes: all save and start again"
+
+    def _leave_out(self, count: int) -> None:
+        """Continue without so many of the processes that were asked for."""
+        self._left_out, self._room_then = count, self._machines.capacity(self._count)
 
     def _failure(self, children: Sequence[Child], ended: Sequence[int | None]) -> Failure | None:
         # A process that was killed comes first: others fail because it is not there any more.
