@@ -210,3 +210,11 @@ def _scanned_in_blocks(a: Any, b: Any) -> Any:
     y = lax.associative_scan(after, (a, b))[1]  # here
     z = lax.associative_scan(after, (a, b), reverse=True)[1]  # here
     return y + 1, z + 1
+
+
+@given(array(4, 13, 6), shows=["planner-not-wanted"])
+def _returned_after_a_loop(x: Any) -> Any:
+    """The sum of a loop waits for the last operator, whose result is what has to be reduced."""
+    x = split(x * 2, 1, 8)
+    y = lax.scan(lambda total, x: (total + x.T @ x, None), jnp.zeros((6, 6)), x)[0]
+    return y * 3  # here
