@@ -262,3 +262,11 @@ def _updated_by_number(x: Any) -> Any:
     x = x.at[after].add(x)
     y = x.at[:12].multiply(3.0).at[6:18].multiply(2.0)  # here
     return y + 1
+
+
+@given(array(16, 3), shows=["layer-met"])
+def _slice_of_a_padded_tensor(x: Any) -> Any:
+    """Rows of the padding, and those of the tensor before them."""
+    x = split(x * 2, 0, 8)
+    y = split(lax.pad(x, 7.0, [(0, 6, 0), (0, 0, 0)])[3:], 0, 8)  # here
+    return y + 1
