@@ -55,10 +55,9 @@ class Logical:
     """
 
     def __init__(self, emitted: Emitted, arguments: Sequence[Value], asked: Mapping[Any, int]):
-        machine = Lockstep(emitted.sizes, EXACT)
         user = emitted.unpartitioned
         ordered = user.replace(jaxpr=_in_order(user.jaxpr, tuple(asked)))
-        self._running: Any = machine.run(ordered, arguments)
+        self._running: Any = Lockstep(emitted.sizes, EXACT).run(ordered, arguments)
         self._asked = asked
         self._known: dict[tuple[Any, tuple[int, ...]], list[Value]] = {}
         self.results: list[Value] = []
@@ -189,9 +188,11 @@ class Audit:
         """Count a comparison, and note a difference."""
         var, report = held.value, self.report
         eqn = None if isinstance(var, Literal) else self.maker.get(var)
-        name = "argument" if eqn is None else eqn.primitive.name
+        around = event.path[-1][0] if event.path else None
+        argument = f"argument of {around.primitive.name}" if around else "argument"
+        name = argument if eqn is None else eqn.primitive.name
         name = f"reshard of {name}" if held.moved else name
-        at = event.eqn if eqn is None or held.moved else eqn
+        at = event.eqn or around if eqn is None or held.moved else eqn
         source = "" if at is None else source_of(at)
         self.compared.add(None if isinstance(var, Literal) else var)
         line = report.line(name, source)
@@ -262,13 +263,17 @@ def check_program(emitted: Emitted, points: Iterator[Sequence[Value]]) -> Report
         report = Report(emitted.name, emitted.count, near_ties=ties)
         Ties.count = 0
         audit = Audit(emitted, report, arguments)
-        machine = Lockstep(emitted.sizes, EXACT)
-        running = machine.run(emitted.body, emitted.entering(arguments))
+        running = Lockstep(emitted.sizes, EXACT).run(emitted.body, emitted.entering(arguments))
         audit.finish(ended(running, audit.event))
         if report.ok or not Ties.count:
             break
         ties += Ties.count
     return report
+
+
+def _unproved(value: Any) -> Value:
+    known = constant(logical(value))
+    return replace(known, sum_bits=UNKNOWN) if isinstance(known, Exact) else known
 
 
 @np.errstate(all="ignore")
@@ -280,8 +285,7 @@ def check_results(
     out_of = [(Sharding.replicated(t.ndim, count), tuple(t.shape)) for t in types]
     emitted = Emitted(name, flat, {"devices": count}, (), out_of, (), {}, flat)
     report = Report(name, count)
-    audit = Audit(emitted, report, [constant(logical(x)) for x in (*flat.consts, *arguments)])
-    known = [constant(logical(x)) for x in results]
-    audit.finish([replace(x, sum_bits=UNKNOWN) if isinstance(x, Exact) else x for x in known])
+    audit = Audit(emitted, report, list(map(_unproved, (*flat.consts, *arguments))))
+    audit.finish(list(map(_unproved, results)))
     report.not_compared.clear()
     return report

@@ -182,23 +182,18 @@ class Lockstep:
         consts, carried = counts_of(eqn)
         carry, xs = operands[consts : consts + carried], operands[consts + carried :]
         stacks: list[list[Value]] = [[] for _ in eqn.outvars[carried:]]
-        order = range(length)
-        for number in reversed(order) if eqn.params["reverse"] else order:
+        turn = slice(None, None, -1 if eqn.params["reverse"] else 1)
+        for number in range(length)[turn]:
             rows = [at(value, (slice(None), number)) for value in xs]
             args = [*operands[:consts], *carry, *rows]
             results = yield from self.run(body, args, active, (*path, (eqn, number)))
             carry = results[:carried]
             for stack, result in zip(stacks, results[carried:], strict=True):
                 stack.append(result)
-        if eqn.params["reverse"]:
-            stacks = [stack[::-1] for stack in stacks]
-        made = zip(stacks, eqn.outvars[carried:], strict=True)
-        return [*carry, *(self._stacked(stack, var.aval) for stack, var in made)]
-
-    def _stacked(self, rows: list[Value], aval: Any) -> Value:
-        if not rows:
-            return self.numbers.constant(np.zeros(aval.shape, aval.dtype))
-        return stacked_once(alike(rows))
+        if not length:
+            nothing = (np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[carried:])
+            return [*carry, *map(self.numbers.constant, nothing)]
+        return [*carry, *(stacked_once(alike(stack[turn])) for stack in stacks)]
 
     def _while(self, eqn: JaxprEqn, operands: list[Value], active: np.ndarray, path: Path) -> Run:
         """Each device runs the loop until its own condition is false."""

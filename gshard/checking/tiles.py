@@ -162,7 +162,7 @@ def gap_between(got: Value, wanted: Value, tiling: Tiling, active: Any, dtype: A
         if proved and here.sum_bits < needed:  # a reduction may come after the operator
             why = f"summed in {here.sum_bits} bits instead of {needed}"
         bad = different(here.one, there.one) if proved else _apart(here.f, there.f, dtype)
-        if there.sum_bits == UNKNOWN:  # exact numbers have no NaN for this, as for log(-1)
+        if here.sum_bits != UNKNOWN == there.sum_bits:  # exact numbers have no NaN, as for log(-1)
             bad = bad & ~np.isnan(there.f)
     else:
         bad = different(plain(here), plain(there))

@@ -17,6 +17,7 @@ from gshard.checking.audit import Logical
 from gshard.moving import collectives
 from gshard.moving.halo import Halo
 from gshard.moving.steps import Slice
+from gshard.rules import control
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 from tests.oracle import random_array
@@ -356,3 +357,21 @@ def test_a_fault_in_a_run_of_a_loop(plant):
     plant(collectives, "all_reduce", lambda place, x, *_: x)
     found = first_of(fn, random_array((3, 16)), random_array((16, 5), seed=1))
     assert (found.operator, found.runs) == ("dot_general", (0,))
+
+
+def test_a_carried_value_that_is_not_what_the_loop_takes(plant):
+    """A run begins with it: the line is the loop's."""
+
+    def fn(x):
+        x = gshard.split(x, 1, D)
+        y = lax.scan(lambda c, row: (c + row.T @ row, None), jnp.ones((6, 6)), x)[0]
+        return y * 3
+
+    def not_moved(ctx, tile, wanted, reason):
+        return dataclasses.replace(tile, sharding=wanted)
+
+    assert gshard.check(lambda x: fn(x), random_array((3, 16, 6)), devices=D).exact
+    plant(control, "moved_to", not_moved)
+    found = first_of(fn, random_array((3, 16, 6)))
+    assert (found.operator, found.source) == ("argument of scan", line_of(fn, 2))
+    assert found.runs == (0,)

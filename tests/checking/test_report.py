@@ -77,6 +77,15 @@ def test_what_xla_partitions(wrong, monkeypatch):
     assert not wrong or report.first.operator == "reduce_sum"
 
 
+def test_what_xla_computes_need_not_be_a_number():
+    def fn(x):
+        return jnp.log(gshard.split(x, 0, D)), jnp.sqrt(x).sum(0)
+
+    jitted = gshard.jit(fn, devices=jax.devices()[:D], partitioner="xla")
+    report = gshard.check(jitted, random_array((16, 3)))
+    assert report.ok, report
+
+
 def test_static_arguments():
     """They are no arrays of the program, wherever they are in a call."""
 

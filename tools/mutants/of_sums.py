@@ -111,7 +111,7 @@ def _in_a_loop(x: Any, w: Any) -> Any:
     return y + 1
 
 
-@given(array(4, 13, 6))
+@given(array(4, 13, 6), shows=["control-carried"])
 def _accumulated(x: Any) -> Any:
     x = split(x * 2, 1, 8)
     y = lax.scan(lambda total, x: (total + x.T @ x, None), jnp.zeros((6, 6)), x)[0]  # here

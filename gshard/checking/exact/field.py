@@ -91,10 +91,9 @@ sub = _in_blocks(_difference)
 sub_exponents = _in_blocks(functools.partial(_difference, modulus=_ORDER))
 
 
-@_in_blocks
 def neg(a: Array) -> Array:
     """The negative."""
-    return _once(P - a)
+    return sub(u64(0), a)
 
 
 def rotate(x: Array, bits: Any) -> Array:

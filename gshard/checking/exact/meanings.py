@@ -79,10 +79,10 @@ def _fourier(q: Params, x: jax.Array) -> jax.Array:
         return fourier(q, x)
     kind, units = lax.FftType(q["fft_type"]), np.eye(x.shape[-1])
     transform: Operator = getattr(np.fft, kind.name.lower())
+    parts: list[Any] = [(x, units)]
     if kind is lax.FftType.IRFFT:  # linear in the parts of complex numbers
-        pairs = ((lax.real(x), units), (lax.imag(x), units * 1j))
-        return sum(part @ jnp.asarray(transform(u, *q["fft_lengths"])) for part, u in pairs)
-    return x @ jnp.asarray(transform(units, *q["fft_lengths"]))
+        parts = [(lax.real(x), units), (lax.imag(x), units * 1j)]
+    return sum(part @ jnp.asarray(transform(u, *q["fft_lengths"])) for part, u in parts)
 
 
 def _power(q: Params, x: jax.Array) -> jax.Array:
@@ -111,10 +111,9 @@ def _scatter_apply(q: Params, x: jax.Array, indices: jax.Array, new: jax.Array) 
 
 def _gamma(q: Params, keys: jax.Array, alpha: jax.Array) -> jax.Array:
     """A key of its own for every element, which draws until a number is accepted."""
-    own = keys.ravel()
-    each = jax.vmap(lambda key: jax.random.split(key, alpha.size // own.size))(own)
+    own = jax.vmap(lambda key: jax.random.split(key, alpha.size // keys.size))(keys.ravel())
     one = functools.partial(gamma_one, log_space=q["log_space"])
-    return jax.vmap(one)(each.ravel(), alpha.ravel()).reshape(alpha.shape)
+    return jax.vmap(one)(own.ravel(), alpha.ravel()).reshape(alpha.shape)
 
 
 def _cumulative(combine: Operator) -> Operator:

@@ -20,6 +20,7 @@ from jax.extend.core import JaxprEqn
 from gshard.checking import on_host
 from gshard.checking.exact import field
 from gshard.checking.exact.number import (
+    UNKNOWN,
     Exact,
     Move,
     Value,
@@ -113,10 +114,12 @@ def opaque(eqn: JaxprEqn, *operands: Value) -> Exact:
         f = on_distinct(lambda x: _in_64_bits(eqn, x), xs[0])
     else:
         made, f = [field.hashed(k, *of) for k in keys], _in_64_bits(eqn, *np.broadcast_arrays(*xs))
-    if np.isnan(f).any():  # as of log(-1): a number like others, so that all are compared
+    floats = [x for x in operands if isinstance(x, Exact)]
+    # NaN, as of log(-1), is a number like others, so that all are compared: exactly, if they are.
+    if np.isnan(f).any() and UNKNOWN not in [x.sum_bits for x in floats]:
         any_float = made[0].astype(f.dtype) / 2.0**61
-        known = [np.isnan(x.f) for x in operands if isinstance(x, Exact)]
-        f = np.where(np.isnan(f) & ~functools.reduce(np.logical_or, known), any_float, f)
+        known = functools.reduce(np.logical_or, [np.isnan(x.f) for x in floats])
+        f = np.where(np.isnan(f) & ~known, any_float, f)
     return exact(f, *operands, r=made[0], e=made[1] if is_complex else None, degree=1.0)
 
 
