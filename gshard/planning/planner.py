@@ -18,7 +18,7 @@ from gshard.planning.decide import Decider
 from gshard.planning.walk import Walk
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES, Rule
-from gshard.rules.base.rule import BindLocal, Carried, Way
+from gshard.rules.base.rule import Carried, Way
 from gshard.rules.base.uses import NOTHING
 from gshard.rules.base.ways import FactorSplit
 from gshard.tensors.devices import Place
@@ -78,9 +78,9 @@ class Planner(Walk):
     def equation(self, number: int, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
         """The results of one equation, on behalf of the user's line."""
         rule, (_, way) = RULES.get(eqn.primitive), self.decisions.ways.get(eqn, ([], Way((), ())))
-        split, local = way.how, rule.local if rule and not rule.run else None
-        alone = isinstance(local, BindLocal) and isinstance(split, FactorSplit)
-        if alone and is_current(eqn.ctx) and (results := split.copied(eqn, local, tiles)):
+        local = rule.local if rule and not rule.run else None
+        alone = local and isinstance(way.how, FactorSplit) and is_current(eqn.ctx)
+        if alone and (results := way.how.copied(eqn, local, tiles)):
             results = self._named(eqn, tiles, results)
         else:
             with on_behalf_of(eqn):

@@ -163,22 +163,20 @@ def linear_in(*groups: Sequence[int], run: UnreducedRule | None = None) -> Linea
 linear_in_all = Linear(lambda eqn: (range(len(eqn.invars)),))
 
 
+def bind_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -> Arrays:
+    """The primitive itself, on local arrays."""
+    return bind(eqn, [t.array for t in tiles])
+
+
 @dataclass(frozen=True)
 class BindLocal:
-    """The primitive itself, on local arrays; with `params` for results of these local shapes."""
+    """The same, with the `params` that it has where results have these local shapes."""
 
-    params: Callable[[JaxprEqn, Sequence[Shape]], Mapping[str, Any]] = lambda eqn, shapes: {}
-    __name__ = "bind_local"  # it is documented as a function
-
-    def __repr__(self) -> str:
-        return self.__name__
+    params: Callable[[JaxprEqn, Sequence[Shape]], Mapping[str, Any]]
 
     def __call__(self, ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -> Arrays:
         """The local results."""
         return bind(eqn, [t.array for t in tiles], **self.params(eqn, shapes))
-
-
-bind_local = BindLocal()
 
 
 def cheapest(ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: Tiles, targets: Targets) -> Way:

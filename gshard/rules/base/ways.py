@@ -33,6 +33,7 @@ from gshard.rules.base.rule import (
     Shares,
     Way,
     Work,
+    bind_local,
     factors_of,
 )
 from gshard.tensors.factors import (
@@ -177,11 +178,12 @@ class FactorSplit:
         """The results of `eqn` in place, without elements."""
         return self._of(eqn, self._types(eqn))
 
-    def copied(self, eqn: JaxprEqn, local: BindLocal, tiles: Sequence[Tile]) -> Tiles | None:
+    def copied(self, eqn: JaxprEqn, local: LocalOp, tiles: Sequence[Tile]) -> Tiles | None:
         """The results of `eqn` on these tiles, as it is; None where it does not run in place."""
-        if not self._takes(tiles):
+        if not (local is bind_local or isinstance(local, BindLocal)) or not self._takes(tiles):
             return None
-        params = local.params(eqn, [shape for _, shape in self.results])
+        shapes = [shape for _, shape in self.results]
+        params = local.params(eqn, shapes) if isinstance(local, BindLocal) else None
         arrays = copied(eqn, [t.array for t in tiles], self._types(eqn), params)
         return arrays and self._of(eqn, arrays)
 
