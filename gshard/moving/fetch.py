@@ -81,6 +81,15 @@ def fetch(
     return make(reason)
 
 
+def retile(place: Place, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
+    """`tile` with tiles of `size` rows along `dim`; it had as many as the operands of its maker."""
+    split = tile.sharding.splits[dim]
+    if tile.array.shape[dim] == size or split is None:
+        return halo.retiled(place, tile, dim, size, reason)
+    starts, reason = np.arange(split.tiles) * size, reason.then(f"even out tiles of dim {dim}")
+    return Tile(fetch(place, tile, dim, starts, size, reason), tile.sharding, tile.shape)
+
+
 _Way = tuple[float, Callable[[Reason], jax.Array]]  # its cost, and its parts
 
 

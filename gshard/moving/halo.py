@@ -259,14 +259,6 @@ _RUN = {"shifts": _by_shifts, "rounds": _by_rounds, "scatter": _by_scatter, "gat
 Shape = tuple[int, ...]
 
 
-def retile(place: Place, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
-    """`tile` with tiles of `size` rows along `dim`: a node of the plan, if rows have to move."""
-    if tile.array.shape[dim] == size or tile.sharding.splits[dim] is None:
-        return retiled(place, tile, dim, size, reason)
-    array = communicate(_evening_out(tile, dim, size, reason), tile.array, place)
-    return Tile(array, tile.sharding, tile.shape)
-
-
 def retiled(place: Place, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
     """`tile` with tiles of `size` rows along `dim`."""
     if tile.array.shape[dim] == size:

@@ -94,7 +94,8 @@ class Made(NamedTuple):
 
     def gives(self, tile: Tile) -> bool:
         """Whether it is this tile that was computed, of tiles, and not one otherwise sharded."""
-        here = self.result.sharding is tile.sharding and tile.is_standard
+        same = tile.is_standard or tile.array.shape == self.result.array.shape
+        here = self.result.sharding is tile.sharding and same
         return here and all(t.sharding.is_tiling for t in (*self.operands, tile))
 
     @property

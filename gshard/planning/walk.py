@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from gshard.graph.reason import Reason
 from gshard.moving.available import Mover, Seen
-from gshard.moving.halo import retile
+from gshard.moving.fetch import retile
 from gshard.moving.recompute import REARRANGING, Made
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES, RegionRule, Rule, rule_of
@@ -88,6 +88,9 @@ class Walk(ABC):
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding; a repeated request moves nothing."""
+        if tile.sharding is target and not tile.is_unreduced:
+            for dim, size in enumerate(target.local_shape(tile.shape)):
+                tile = self.retile(tile, dim, size, reason)
         return self.mover.reshard(tile, target, reason)
 
     def retile(self, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:

@@ -12,7 +12,7 @@ from gshard.moving.recompute import Made
 from gshard.rules.base.layers import ROW_MAPS
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
-from tests.oracle import check, random_array, sent
+from tests.oracle import check, even_split, random_array, sent
 
 D = 8
 
@@ -58,6 +58,14 @@ def test_rows_that_change_their_order_are_not_made_again():
     for dim, fits in [(0, False), (1, True)]:
         made = made_by(lambda x, dim=dim: lax.rev(x, (dim,)), x, splits=[by(8, 1)] * 2)
         assert (_needed(made, Rows(made.result, 0, starts, 3)) is not None) is fits
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_repeated_rows_are_sent_before_they_are_repeated(times):
+    """100 rows are in tiles of 13, and 200 in tiles of 25: four of the rows move, or three."""
+    x = random_array((100, 3))
+    low = check(lambda x: jnp.repeat(x, times, axis=0), x, inputs=[even_split(2, 0, D)], exact=True)
+    assert sent(low) == {2: 4, 3: 3}[times] * 12
 
 
 @pytest.mark.parametrize("mode", ["constant", "wrap", "reflect", "edge"])
