@@ -2,7 +2,8 @@
 
 What is computed by element, a reshape that merges dims, and a row map are computed after their
 rows are sent, where that sends fewer: a convolution of a padded tensor fetches rows of the tensor,
-whose tiles begin elsewhere than those of the padded one.
+whose tiles begin elsewhere than those of the padded one. Rows of several dims come along one after
+the other, with the corners.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,20 +24,18 @@ from gshard.moving.costs import STEP_COST
 from gshard.moving.recompute import DEPTH, Made
 from gshard.moving.row_windows import Move, Numbers, Runs, Widths, Windows, are_apart, plan_windows
 from gshard.tensors.devices import Place
-from gshard.tensors.painting import Mask, any_of, painted
+from gshard.tensors.painting import Mask, all_of, any_of, painted
 from gshard.tensors.sharding import Split
-from gshard.tensors.tile import Tile, rows_within
+from gshard.tensors.tile import Tile, row_bytes, rows_within
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows `starts[c]` to `starts[c] + widths` of a tile's dim, for the holders of tile c.
+class Along(NamedTuple):
+    """Rows `starts[c]` to `starts[c] + widths` of a dim, for the holders of tile c.
 
     An unsplit dim has the tiles of `split` instead of its own. If there are `moves`, only their
     rows are needed, in the places where they move them; all others are garbage.
     """
 
-    tile: Tile
     dim: int
     starts: np.ndarray
     widths: Widths
@@ -47,17 +47,52 @@ class Rows:
         """The most rows that a tile needs."""
         return int(np.max(self.widths))
 
-    @property
-    def windows(self) -> Windows:
+    def windows(self, tile: Tile) -> Windows:
         """The windows that tiles need of each other."""
-        held, rows = Runs.of(self.tile, self.dim), self.tile.array.shape[self.dim]
+        held, rows = Runs.of(tile, self.dim), tile.array.shape[self.dim]
         return Windows.of(held, rows, self.starts, self.widths, self.moves)
 
-    def own(self, numbers: np.ndarray) -> np.ndarray:
-        """For every device the number of its tile, of some that tiles have."""
-        split = self.split or self.tile.sharding.splits[self.dim]
-        assert split
-        return numbers[split.own]
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a tensor, along one dim after the other."""
+
+    tile: Tile
+    along: tuple[Along, ...]
+
+    @property
+    def width(self) -> dict[int, int]:
+        """The most rows that a tile needs, by dims."""
+        return {a.dim: a.width for a in self.along}
+
+    @property
+    def splits(self) -> dict[int, Split]:
+        """The split of each dim, in whose tiles the rows are needed."""
+        own = self.tile.sharding.splits
+        return {a.dim: s for a in self.along if (s := a.split or own[a.dim])}
+
+    def sent(self) -> float:
+        """Bytes that a device sends to fetch the rows directly."""
+        tile, local, sent = self.tile, list(self.tile.array.shape), 0.0
+        for along in self.along:
+            if tile.sharding.splits[along.dim]:
+                plan = plan_windows(along.windows(tile))
+                row = row_bytes(local, along.dim, tile.array.dtype)
+                sent += plan.sent * row + STEP_COST * plan.steps if plan.sent else 0.0
+            local[along.dim] = along.width
+        return sent
+
+    def fetched(self, place: Place, reason: Reason) -> jax.Array:
+        """The rows, sent."""
+        tile, x = self.tile, self.tile.array
+        for along in self.along:
+            if tile.sharding.splits[along.dim]:
+                windows = along.windows(tile)
+                x = halo.align(place, x, tile.sharding, along.dim, windows, reason)
+            else:
+                first = along.starts[self.splits[along.dim].own]
+                x = halo.window(place, x, along.dim, first, along.width)
+        return x
 
 
 def fetch(
@@ -72,12 +107,19 @@ def fetch(
 ) -> jax.Array:
     """Rows `starts[c]` to `starts[c] + widths` of the logical `dim` on the holders of tile c.
 
-    They are sent, or recomputed from fewer bytes of the operands. For the tiles of `split`, if
-    given: all devices have the rows of an unsplit dim. Rows may move to other places in the
-    windows, with `moves`. A repeated request moves nothing.
+    For the tiles of `split`, if given: all devices have the rows of an unsplit dim. Rows may move
+    to other places in the windows, with `moves`.
     """
-    rows = Rows(tile, dim, np.asarray(starts, np.int64), widths, moves, split)
-    _, make = _cheapest(place, rows, DEPTH)
+    along = Along(dim, np.asarray(starts, np.int64), widths, moves, split)
+    return fetch_along(place, tile, [along], reason)
+
+
+def fetch_along(place: Place, tile: Tile, along: Sequence[Along], reason: Reason) -> jax.Array:
+    """Rows along some dims: sent, or recomputed from fewer bytes of the operands.
+
+    A repeated request moves nothing.
+    """
+    _, make = _cheapest(place, Rows(tile, tuple(along)), DEPTH)
     return make(reason)
 
 
@@ -94,76 +136,63 @@ _Way = tuple[float, Callable[[Reason], jax.Array]]  # its cost, and its parts
 
 
 def _cheapest(place: Place, rows: Rows | Tile, depth: int) -> _Way:
-    """The cheapest way to get rows, or a tensor that is broadcast along their dim."""
+    """The cheapest way to get rows, or a tensor that is broadcast along their dims."""
     if isinstance(rows, Tile):
         array = rows.array
         return 0.0, lambda reason: array
-    tile, dim = rows.tile, rows.dim
-    if tile.sharding.splits[dim] is None:
-        first = rows.own(rows.starts)
-        return 0.0, lambda reason: halo.window(place, tile.array, dim, first, rows.width)
+    tile = rows.tile
 
     def directly(reason: Reason) -> jax.Array:
-        return halo.align(place, tile.array, tile.sharding, dim, rows.windows, reason)
+        return rows.fetched(place, reason)
 
-    made = tile.value.made if tile.value else None
-    if made is None or not depth or len(rows.moves) > 1 or not made.gives(tile):
-        return _sent(rows), directly
-    direct, total, ways = _sent(rows), 0.0, []
-    needed = _needed(made, rows) if direct else None
+    made, direct, total, ways = tile.value and tile.value.made, rows.sent(), 0.0, []
+    able = made and depth and not any(len(a.moves) > 1 for a in rows.along) and made.gives(tile)
+    needed = _needed(made, rows) if made and able and direct else None
     for need in needed or ():
         cost, way = _cheapest(place, need, depth - 1)
         total += cost
         ways.append(way)
-    if needed is None or total >= direct:
+    if made is None or needed is None or total >= direct:
         return direct, directly
 
     def recompute(reason: Reason) -> jax.Array:
+        arrays = [way(reason) for way in ways]
         if made.layers_of:
-            return _painted(place, made, rows, [way(reason) for way in ways])
-        local, width = list(tile.array.shape), rows.width
-        step = _rows_for_one(made, dim)
-        if step > 1:  # rows of the result per row of the operand, possibly more than needed
-            (need,) = needed
-            assert isinstance(need, Rows)
-            width = need.width * step
-        local[dim] = width
-        x = made.run([way(reason) for way in ways], local)
-        first = rows.own(rows.starts % step)
-        return halo.window(place, x, dim, first, rows.width) if width > rows.width else x
+            return _painted(place, made, rows, arrays)
+        width, first = rows.width, dict[int, np.ndarray]()
+        for dim, starts, *_ in rows.along:
+            step = _rows_for_one(made, dim)
+            if step > 1:  # rows of the result per row of the operand, possibly more than needed
+                (need,) = needed
+                assert isinstance(need, Rows)
+                width[dim], first[dim] = need.along[0].width * step, starts % step
+        x = made.run(arrays, [width.get(d, n) for d, n in enumerate(tile.array.shape)])
+        for dim, begin in first.items():
+            x = halo.window(place, x, dim, begin[rows.splits[dim].own], rows.width[dim])
+        return x
 
     return total, recompute
 
 
-def _sent(rows: Rows) -> float:
-    """Bytes that a device sends to fetch rows directly."""
-    plan = plan_windows(rows.windows)
-    row = rows.tile.nbytes // max(rows.tile.array.shape[rows.dim], 1)
-    return plan.sent * row + STEP_COST * plan.steps if plan.sent else 0.0
-
-
 def _needed(made: Made, rows: Rows) -> list[Rows | Tile] | None:
     """The rows of the operands that are needed; None if their shardings differ."""
-    primitive, dim, result = made.eqn.primitive, rows.dim, made.result
-    if primitive is p.reshape_p:
+    if made.eqn.primitive is p.reshape_p:
         return _before_reshape(made, rows)
     if made.layers_of:
         return _before_row_map(made, rows)
-    dims = made.dims()
+    dims, result = made.dims(), made.result
     if dims is None:
         return None
     found: list[Rows | Tile] = []
     for tile, named in zip(made.operands, dims, strict=True):
         for d, to in enumerate(named):
-            whole = to is None or (to == dim and tile.sharding.splits[d] is None)
+            whole = to is None or (to in rows.width and tile.sharding.splits[d] is None)
             here, there = tile.sharding.splits[d], result.sharding.splits[to or 0]
             if here is not there and not whole:
                 return None
-        if dim in named:
-            split = rows.split or rows.tile.sharding.splits[dim]
-            found.append(replace(rows, tile=tile, dim=named.index(dim), split=split))
-        else:
-            found.append(tile)
+        own = [a for a in rows.along if a.dim in named]
+        along = [a._replace(dim=named.index(a.dim), split=rows.splits[a.dim]) for a in own]
+        found.append(Rows(tile, tuple(along)) if along else tile)
     return found
 
 
@@ -173,8 +202,7 @@ def _before_row_map(made: Made, rows: Rows) -> list[Rows | Tile] | None:
     None if it does something else with them, or with another split dim.
     """
     assert made.layers_of
-    dim, result, layers = rows.dim, made.result, made.layers_of(made.eqn)
-    first, end = rows.moves[0][:2] if rows.moves else (0, result.shape[dim])
+    result, layers = made.result, made.layers_of(made.eqn)
     found: list[Rows | Tile] = []
     for number, tile in enumerate(made.operands):
         own = [layer for layer in layers if layer.source == number]
@@ -184,38 +212,52 @@ def _before_row_map(made: Made, rows: Rows) -> list[Rows | Tile] | None:
         splits = zip(tile.sharding.splits, result.sharding.splits, strict=True)
         for d, (here, there) in enumerate(splits):
             kept = all(n.is_aligned and n.keeps(d, result.shape[d], tile.shape) for n in own)
-            if here is not there or (here and d != dim and not kept):
+            if here is not there or (here and d not in rows.width and not kept):
                 return None
-        moves = []
-        for axis, base in {(n.axes[dim], n.base[dim]): None for n in own}:
-            low, high = max(axis.at, first), min(axis.end, end)
-            if low < high:
-                moves.append(Move(low - axis.at + base, high - axis.at + base, axis.at - base))
-        if not all(n.is_aligned and n.axes[dim].is_run for n in own) or not are_apart(moves):
+        along = [_before_shift(own, a, result.shape[a.dim]) for a in rows.along]
+        if None in along:
             return None
-        by = moves[0].by if len(moves) == 1 else 0
-        moves = [move._replace(by=move.by - by) for move in moves] or [Move(0, 0, 0)]
-        found.append(replace(rows, tile=tile, starts=rows.starts - by, moves=tuple(moves)))
+        found.append(replace(rows, tile=tile, along=tuple(a for a in along if a)))
     return found
+
+
+def _before_shift(layers: Sequence[Layer], rows: Along, size: int) -> Along | None:
+    """The rows of a source that are needed along a dim, if layers shift runs of them."""
+    first, end = rows.moves[0][:2] if rows.moves else (0, size)
+    moves = []
+    for axis, base in {(n.axes[rows.dim], n.base[rows.dim]): None for n in layers}:
+        low, high = max(axis.at, first), min(axis.end, end)
+        if low < high:
+            moves.append(Move(low - axis.at + base, high - axis.at + base, axis.at - base))
+    if not all(n.is_aligned and n.axes[rows.dim].is_run for n in layers) or not are_apart(moves):
+        return None
+    by = moves[0].by if len(moves) == 1 else 0
+    moves = [move._replace(by=move.by - by) for move in moves] or [Move(0, 0, 0)]
+    return rows._replace(starts=rows.starts - by, moves=tuple(moves))
 
 
 def _painted(place: Place, made: Made, rows: Rows, arrays: Sequence[jax.Array]) -> jax.Array:
     """Windows of a row map, of the rows that are needed of its operands, in their places."""
     assert made.layers_of
-    dim, local, offset = rows.dim, list(made.result.array.shape), rows.own(rows.starts)
-    local[dim], parts, masks = rows.width, list[Layer](), list[list[Mask]]()
+    shape, splits = made.result.shape, made.result.sharding.splits
+    local = [rows.width.get(d, n) for d, n in enumerate(made.result.array.shape)]
+    parts, masks = list[Layer](), list[list[Mask]]()
     for layer in made.layers_of(made.eqn):
-        axis, part = layer.axes[dim], layer
-        for d, split in enumerate(made.result.sharding.splits):
+        part = layer
+        for d, split in enumerate(splits):
             part = part.along(d, Axis(0, local[d], layer.axes[d].dim), 0) if split else part
 
-        def mask(shape: Sequence[int], axis: Axis = axis) -> jax.Array:
-            return rows_within(shape, dim, place.lookup(offset), axis.at, axis.end)
+        def mask(along: Along, axis: Axis) -> Mask:
+            first = along.starts[rows.splits[along.dim].own]
+            return lambda shape: rows_within(
+                shape, along.dim, place.lookup(first), axis.at, axis.end
+            )
 
         if not parts or parts[-1] != part:
             parts.append(part)
             masks.append([])
-        masks[-1].append(None if axis[:2] == (0, made.result.shape[dim]) else mask)
+        own = [(a, layer.axes[a.dim]) for a in rows.along]
+        masks[-1].append(all_of([mask(a, n) for a, n in own if n[:2] != (0, shape[a.dim])]))
     return painted(local, parts, arrays, [any_of(m) for m in masks])
 
 
@@ -224,14 +266,15 @@ def _before_reshape(made: Made, rows: Rows) -> list[Rows | Tile] | None:
 
     None for any other reshape, or if another dim is split.
     """
-    (tile,), result, dim = made.operands, made.result, rows.dim
+    (tile,), result, ((dim, starts, widths, *_), *more) = made.operands, made.result, rows.along
     source, step = _dim_before_reshape(made, dim), _rows_for_one(made, dim)
     others = [s for d, s in enumerate(tile.sharding.splits) if d != source]
     others += [s for d, s in enumerate(result.sharding.splits) if d != dim]
-    if not step or any(others) or tile.sharding.splits[source] is not result.sharding.splits[dim]:
+    here, there = tile.sharding.splits[source], result.sharding.splits[dim]
+    if more or not step or any(others) or here is not there:
         return None
-    first = rows.starts // step
-    return [Rows(tile, source, first, -(-(rows.starts + rows.widths) // step) - first)]
+    first = starts // step
+    return [Rows(tile, (Along(source, first, -(-(starts + widths) // step) - first),))]
 
 
 def _rows_for_one(made: Made, dim: int) -> int:

@@ -66,7 +66,9 @@ class AxisRows:
     def placed(self, place: Place, x: Array, dim: int, split: Split, low: np.ndarray) -> Array:
         """Such rows in their places, of the source's rows from `low` on in each tile."""
         starts, counts = self.read(split.tiles)
-        x = window(place, x, dim, (starts - low)[split.own], int(counts.max()))
+        some = (low <= starts) & (starts < low + x.shape[dim])  # or its tile reads none
+        first = np.where(some, starts - low, 0)
+        x = window(place, x, dim, first[split.own], int(counts.max()))
         x = lax.slice_in_dim(x, 0, None, abs(self.axis.stride), dim)
         return self._spread(place, x, dim, split)
 
@@ -125,6 +127,7 @@ class Reader(NamedTuple):
     """The rows of a source that tiles of a result read, and how many are sent for them alone.
 
     Beyond the source's ends they are `copies` of others: as in a roll, or at a border with an edge.
+    A tile that reads none has no rows, from a row on that is behind all others.
     """
 
     rows: AxisRows
@@ -134,38 +137,63 @@ class Reader(NamedTuple):
     sent: float
 
 
+_NOWHERE = 2**40  # the first of no rows
+
+
 def reader(layers: Sequence[Layer], dim: int, size: int, rows: int, tiles: int) -> Reader | None:
     """Who reads layers of a source with `size` rows, for tiles of a result with `rows`.
 
-    None if no rows are neighbours, or some are rearranged.
+    None if some rows are rearranged. Rows are numbered so that they are near the tiles that read
+    them: at the border of a ring, those of the other end are beyond this one.
     """
     most = max(layers, key=lambda n: (n.axes[dim].rows, -abs(n.axes[dim].at - n.base[dim])))
-    axis, first, moves = most.axes[dim], most.base[dim], moves_of(layers, dim)
-    by = axis.at - first
-    copies = tuple(m._replace(by=m.by - by) for m in moves if m != (first, first + axis.rows, by))
-    inside = any(m.end + m.by > 0 and m.first + m.by < size for m in copies)
-    if axis.rows < 2 or axis.stride < 0 or inside:
+    axis, moves, found = most.axes[dim], moves_of(layers, dim), dict[float, Reader]()
+    begins = np.arange(tiles) * -(-size // tiles)
+    for turn in (0, size, -size) if moves else (0,):
+        own = AxisRows(axis, most.base[dim] + turn, rows)
+        copies = tuple(m._replace(by=m.by - axis.at + own.base) for m in moves)
+        copies = tuple(m for m in copies if m.by)
+        ends = [own.only, *((m.first + m.by, m.end + m.by) for m in copies)]
+        inside = any(end > 0 and first < size for first, end in ends[1:])
+        starts, counts = own.read(tiles)
+        some = (starts < max(e[1] for e in ends)) & (starts + counts > min(e[0] for e in ends))
+        away = float(np.abs(starts - begins)[some].sum())
+        if axis.stride > 0 and not inside and away not in found:
+            starts, counts = np.where(some, starts, _NOWHERE), np.where(some, counts, 0)
+            found[away] = Reader(own, tuple(starts.tolist()), tuple(counts.tolist()), copies, 0)
+    if not found:
         return None
-    own = AxisRows(axis, first, rows)
-    (starts, counts), sent = own.read(tiles), own.sent(size, tiles)
-    if axis.stride == 1:
-        sent = plan_fetch(tiles, size, starts, counts, _beside(copies, size)).sent
-    return Reader(own, tuple(starts.tolist()), tuple(counts.tolist()), copies, sent)
+    best = found[min(found)]
+    if axis.stride > 1:
+        return best._replace(sent=best.rows.sent(size, tiles))
+    copies = _beside(best.copies, size)
+    return best._replace(sent=plan_fetch(tiles, size, best.starts, best.counts, copies).sent)
 
 
 class Together:
     """What several readers of a source have in common: rows from `low` on for each tile."""
 
-    def __init__(self, readers: Sequence[Reader], size: int):
-        copies = _joined_moves([m for reader in readers for m in reader.copies])
-        self.are_several = len(readers) > 1
-        self.readers = set() if copies is None else set(readers)
-        if copies is None or not readers:
+    def __init__(self, readers: Sequence[Reader], size: int, tiles: int):
+        self.are_several, self.readers = len(readers) > 1, list[Reader]()
+        self.low, self.widths = np.arange(tiles) * -(-size // tiles), np.zeros(tiles, np.int64)
+        self.moves, self.alone, self.sent = Moves(), 0.0, 0.0
+        for reader in sorted(dict.fromkeys(readers), key=lambda r: -sum(r.counts)):
+            self._join(reader, size)
+
+    def _join(self, reader: Reader, size: int) -> None:
+        """Have what one more of them reads, if that sends no more than each by itself."""
+        joined = [*self.readers, reader]
+        copies = _joined_moves([m for r in joined for m in r.copies])
+        if copies is None:
             return
-        self.low = np.min([r.starts for r in readers], axis=0)
-        self.widths = np.max([np.add(r.starts, r.counts) for r in readers], axis=0) - self.low
-        self.moves, self.alone = _beside(copies, size), sum(reader.sent for reader in readers)
-        self.sent = plan_fetch(len(self.low), size, self.low, self.widths, self.moves).sent
+        starts, counts = (np.array([r[k] for r in joined]) for k in (1, 2))
+        low = starts.min(axis=0)
+        low, moves = np.where(low < _NOWHERE, low, self.low), _beside(copies, size)
+        widths = np.where(counts > 0, starts + counts - low, 0).max(axis=0)
+        sent = plan_fetch(len(low), size, low, widths, moves).sent
+        if sent <= self.sent + reader.sent:
+            self.readers, self.low, self.widths, self.moves = joined, low, widths, moves
+            self.alone, self.sent = self.alone + reader.sent, sent
 
     def is_less(self, several: bool) -> bool:
         """Whether fewer rows are sent at once; not more, if rows move along `several` dims."""

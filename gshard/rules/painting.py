@@ -249,7 +249,8 @@ class Painting:
                     own = [n for n in row_map.layers if row_map.operands[n.source] is var]
                     each = [own] if moves_of(own, dim) else [[n] for n in own]
                     found += [reader(n, dim, size, row_map.shape[dim], split.tiles) for n in each]
-            self.ctx.rows[var, dim, split] = Together([r for r in found if r], size)
+            several = [r for r in found if r]
+            self.ctx.rows[var, dim, split] = Together(several, size, split.tiles)
         return cast(Together, self.ctx.rows[var, dim, split])
 
     def _moving(self, var: Any) -> Sequence[int]:

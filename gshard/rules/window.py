@@ -32,7 +32,7 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving.costs import timed
-from gshard.moving.fetch import fetch
+from gshard.moving.fetch import Along, fetch_along
 from gshard.moving.halo import window
 from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.rule import Context, Doc, Rule, Way, register
@@ -85,18 +85,23 @@ def reach_of(
     return Reach(np.where(items < total, first, NOTHING), rows, (hole, high), lead, count)
 
 
-def bring(
-    ctx: Context, eqn: JaxprEqn, tile: Tile, dim: int, starts: np.ndarray, rows: int, fill: Any
-) -> Tile:
+def bring(ctx: Context, eqn: JaxprEqn, tile: Tile, reaches: Reaches, fill: Any) -> Tile:
     """`tile` with the rows that each device needs, and `fill` outside of the tensor."""
-    reason = Reason("step", eqn.primitive.name, f"rows under the windows of dim {dim}")
+    if not reaches:
+        return tile
+    dims = [dim for dim, *_ in reaches]
+    which = " and ".join(map(str, dims))
+    reason = Reason("step", eqn.primitive.name, f"rows under the windows of dim {which}")
     masked, plain = tile.unmasked or (None, tile)  # rows beyond the end are filled here
-    x = fetch(ctx.place, plain if masked == dim else tile, dim, starts, rows, reason)
+    along = [Along(dim, reach.starts, reach.rows) for dim, reach, _ in reaches]
+    x = fetch_along(ctx.place, plain if masked in dims else tile, along, reason)
     brought = Tile(x, tile.sharding, tile.shape)
-    inside = None if fill is None else existing(ctx, brought, dim, starts)
-    if inside is None:
-        return brought
-    return brought.holding(lax.select(inside, x, jnp.full(x.shape, fill, x.dtype)))
+    for dim, reach, _ in reaches if fill is not None else ():
+        inside = existing(ctx, brought, dim, reach.starts)
+        if inside is not None:
+            x = lax.select(inside, brought.array, jnp.full(x.shape, fill, x.dtype))
+            brought = brought.holding(x)
+    return brought
 
 
 def existing(ctx: Context, tile: Tile, dim: int, starts: np.ndarray) -> jax.Array | None:
@@ -208,7 +213,7 @@ def conv_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -
     params["batch_group_count"] = lhs.array.shape[lhs_spec[0]] // local[out_spec[0]]
     padding = list(params["padding"])
     kernel = rhs.array
-    unaligned: Reaches = []
+    unaligned, under = Reaches(), Reaches()
     both = (lhs.sharding, rhs.sharding)
     for i, reach, split in conv_reaches(eqn, both, rhs.array.shape, local):
         l, r, o = (spec[2 + i] for spec in (lhs_spec, rhs_spec, out_spec))
@@ -217,8 +222,9 @@ def conv_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -
             kernel = window(place, kernel, r, -reach.lead[split.own], reach.count, 0)
         else:
             unaligned.append((o, reach, split))
-        lhs = bring(ctx, eqn, lhs, l, reach.starts, reach.rows, 0)
+        under.append((l, reach, split))
         padding[i] = reach.padding
+    lhs = bring(ctx, eqn, lhs, under, 0)
     out = eqn.primitive.bind(lhs.array, kernel, **(params | {"padding": tuple(padding)}))
     return [own_results(ctx, out, unaligned, local)]
 

@@ -109,10 +109,8 @@ def reduce_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> A
     padding = list(params["padding"])
     for dim, reach, _ in reaches:
         padding[dim] = reach.padding
-        tiles = [
-            bring(ctx, eqn, tile, dim, reach.starts, reach.rows, fill)
-            for tile, fill in zip(tiles, _outside(eqn, tiles), strict=True)
-        ]
+    outside = zip(tiles, _outside(eqn, tiles), strict=True)
+    tiles = [bring(ctx, eqn, tile, reaches, fill) for tile, fill in outside]
     params = params | {"padding": tuple(padding)}
     arrays = [t.array for t in tiles]
     flags = [existing(ctx, tiles[0], dim, reach.starts) for dim, reach, _ in reaches if generic]
@@ -224,9 +222,8 @@ def scatter_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Shapes) -> 
         return [jnp.broadcast_to(zero, local)]
     padding = list(params["padding"])
     windows, under = _selected(eqn, operand.sharding, local)
-    for (dim, reach, _), (_, below, _) in zip(windows, under, strict=True):
-        source = bring(ctx, eqn, source, dim, reach.starts, reach.rows, 0)
-        operand = bring(ctx, eqn, operand, dim, below.starts, below.rows, fill)
+    source, operand = bring(ctx, eqn, source, windows, 0), bring(ctx, eqn, operand, under, fill)
+    for dim, *_ in windows:
         padding[dim] = (0, 0)
     arrays = [t.array for t in (*_sources_first(eqn, source, operand), *rest)]
     out = eqn.primitive.bind(*arrays, **(params | {"padding": tuple(padding)}))

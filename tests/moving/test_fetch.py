@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import gshard
-from gshard.moving.fetch import Rows, _needed
+from gshard.moving.fetch import Along, Rows, _needed
 from gshard.moving.recompute import Made
 from gshard.rules.base.layers import ROW_MAPS
 from gshard.tensors.sharding import Sharding, Split
@@ -40,16 +40,16 @@ def test_rows_of_joined_tensors_are_rows_of_each():
     along, across = (made_by(lambda a, b, dim=dim: lax.concatenate([a, b], dim), x, x,
                              splits=[by(8, 1)] * 3) for dim in (0, 1))  # fmt: skip
     for made, firsts in [(along, [0, -16]), (across, [0, 0])]:
-        found = _needed(made, Rows(made.result, 0, 2 * np.arange(8), 3))
+        found = _needed(made, Rows(made.result, (Along(0, 2 * np.arange(8), 3),)))
         assert [rows.tile for rows in found] == list(made.operands)
-        assert [rows.starts[0] for rows in found] == firsts
+        assert [rows.along[0].starts[0] for rows in found] == firsts
 
 
 def test_rows_are_made_again_of_operands_with_the_same_other_splits_only():
     x, starts = jnp.zeros((16, 8)), 8 * np.arange(2)
     for operand, fits in [(by(2, 4), True), (by(2, 1), False), (by(2, 2), False)]:
         made = made_by(jnp.negative, x, splits=[operand, by(2, 4)])
-        found = _needed(made, Rows(made.result, 0, starts, 3))
+        found = _needed(made, Rows(made.result, (Along(0, starts, 3),)))
         assert (found is not None) is fits
 
 
@@ -57,7 +57,7 @@ def test_rows_that_change_their_order_are_not_made_again():
     x, starts = jnp.zeros((16, 8)), 2 * np.arange(8)
     for dim, fits in [(0, False), (1, True)]:
         made = made_by(lambda x, dim=dim: lax.rev(x, (dim,)), x, splits=[by(8, 1)] * 2)
-        assert (_needed(made, Rows(made.result, 0, starts, 3)) is not None) is fits
+        assert (_needed(made, Rows(made.result, (Along(0, starts, 3),))) is not None) is fits
 
 
 @pytest.mark.parametrize("times", [2, 3])
@@ -97,7 +97,7 @@ def test_windows_of_a_padded_tensor_with_strides():
 
 
 def test_windows_of_a_padded_tensor_in_tiles_of_two_dims():
-    """Rows come along one dim after the other; those of the second are padded when they come."""
+    """Rows come along one dim after the other, with the corners, and are padded when they come."""
     x = np.random.default_rng(0).normal(size=(34, 60, 3)).astype("float32")
     kernel = np.random.default_rng(1).normal(size=(3, 3, 3, 3)).astype("float32")
 
@@ -106,8 +106,8 @@ def test_windows_of_a_padded_tensor_in_tiles_of_two_dims():
         numbers = ("NHWC", "HWIO", "NHWC")
         return lax.conv_general_dilated(padded, kernel, (1, 1), "VALID", dimension_numbers=numbers)
 
-    split = [np.arange(8).reshape(2, 4, 1)]
-    check(fn, x, inputs=split)
+    low = check(fn, x, inputs=[np.arange(8).reshape(2, 4, 1)])
+    assert sent(low) == (15 + 2 * 19) * 3 * 4, low.collectives
 
 
 def test_rows_keep_what_is_masked_along_other_dims():
