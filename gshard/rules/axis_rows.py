@@ -66,7 +66,7 @@ class AxisRows:
     def placed(self, place: Place, x: Array, dim: int, split: Split, low: np.ndarray) -> Array:
         """Such rows in their places, of the source's rows from `low` on in each tile."""
         starts, counts = self.read(split.tiles)
-        some = (low <= starts) & (starts < low + x.shape[dim])  # or its tile reads none
+        some = (low <= starts) & (starts < low + x.shape[dim])  # or its tile reads none of them
         first = np.where(some, starts - low, 0)
         x = window(place, x, dim, first[split.own], int(counts.max()))
         x = lax.slice_in_dim(x, 0, None, abs(self.axis.stride), dim)
@@ -166,32 +166,32 @@ def reader(layers: Sequence[Layer], dim: int, size: int, rows: int, tiles: int) 
     best = found[min(found)]
     if axis.stride > 1:
         return best._replace(sent=best.rows.sent(size, tiles))
-    copies = _beside(best.copies, size)
-    return best._replace(sent=plan_fetch(tiles, size, best.starts, best.counts, copies).sent)
+    every = _with_rows([best], best.copies, size)
+    return best._replace(sent=plan_fetch(tiles, size, best.starts, best.counts, every).sent)
 
 
 class Together:
     """What several readers of a source have in common: rows from `low` on for each tile."""
 
+    moves: Moves = ()
+
     def __init__(self, readers: Sequence[Reader], size: int, tiles: int):
         self.are_several, self.readers = len(readers) > 1, list[Reader]()
         self.low, self.widths = np.arange(tiles) * -(-size // tiles), np.zeros(tiles, np.int64)
-        self.moves, self.alone, self.sent = Moves(), 0.0, 0.0
-        for reader in sorted(dict.fromkeys(readers), key=lambda r: -sum(r.counts)):
+        self.alone = self.sent = 0.0
+        for reader in sorted(dict.fromkeys(readers), key=lambda r: 0 in r.counts):
             self._join(reader, size)
 
     def _join(self, reader: Reader, size: int) -> None:
-        """Have what one more of them reads, if that sends no more than each by itself."""
+        """Have what one more of them reads; few rows at a border only if that sends no more."""
         joined = [*self.readers, reader]
         copies = _joined_moves([m for r in joined for m in r.copies])
-        if copies is None:
-            return
         starts, counts = (np.array([r[k] for r in joined]) for k in (1, 2))
         low = starts.min(axis=0)
-        low, moves = np.where(low < _NOWHERE, low, self.low), _beside(copies, size)
+        low, moves = np.where(low < _NOWHERE, low, self.low), _with_rows(joined, copies or (), size)
         widths = np.where(counts > 0, starts + counts - low, 0).max(axis=0)
         sent = plan_fetch(len(low), size, low, widths, moves).sent
-        if sent <= self.sent + reader.sent:
+        if copies is not None and (0 not in reader.counts or sent <= self.sent + reader.sent):
             self.readers, self.low, self.widths, self.moves = joined, low, widths, moves
             self.alone, self.sent = self.alone + reader.sent, sent
 
@@ -222,6 +222,8 @@ def _joined_moves(moves: Sequence[Move]) -> Moves | None:
     return tuple(found) if are_apart(found) else None
 
 
-def _beside(copies: Moves, size: int) -> Moves:
-    """Copies, and all rows in their own places."""
-    return (Move(0, size, 0), *copies) if copies else ()
+def _with_rows(readers: Sequence[Reader], copies: Moves, size: int) -> Moves:
+    """Copies, and the rows that are read in their own places."""
+    low, high = zip(*(r.rows.only for r in readers), strict=True)
+    own = Move(max(min(low), 0), min(max(high), size), 0)
+    return (own, *copies) if copies or own[:2] != (0, size) else ()

@@ -249,8 +249,8 @@ class Painting:
                     own = [n for n in row_map.layers if row_map.operands[n.source] is var]
                     each = [own] if moves_of(own, dim) else [[n] for n in own]
                     found += [reader(n, dim, size, row_map.shape[dim], split.tiles) for n in each]
-            several = [r for r in found if r]
-            self.ctx.rows[var, dim, split] = Together(several, size, split.tiles)
+            several, tiles = [r for r in found if r], split.tiles if split else 1
+            self.ctx.rows[var, dim, split] = Together(several, size, tiles)
         return cast(Together, self.ctx.rows[var, dim, split])
 
     def _moving(self, var: Any) -> Sequence[int]:

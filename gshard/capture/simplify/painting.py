@@ -24,7 +24,11 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
     numbered: list[Layer] = []
     for layer in apart(layers, result.aval.shape):
         source = layer.source
-        if not layer.is_constant and not layer.is_aligned:
+        if not layer.is_constant and not layer.is_aligned and (view := layer.viewed):
+            shape, layer = view
+            source = Var(source.aval.update(shape=shape))
+            before.append(reshaped(eqn, layer.source, source))
+        elif not layer.is_constant and not layer.is_aligned:
             rows = Var(source.aval.update(shape=tuple(axis.rows for axis in layer.axes)))
             before += _slicing(replacing(eqn, row_map_p, [], rows), layer)
             axes = tuple(axis._replace(dim=d, stride=1) for d, axis in enumerate(layer.axes))

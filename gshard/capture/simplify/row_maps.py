@@ -54,7 +54,22 @@ def composed(graph: Graph, near: Near | None = None) -> list[JaxprEqn]:
             made = _composed(eqn, origins) if len(eqn.outvars) == 1 else [eqn]
             needed |= {a for e in made for a in e.invars if not isinstance(a, Literal)}
             found += reversed(made)
-    return _moved_first(Graph(found[::-1], graph.results))
+    return _moved_first(Graph(_once(found[::-1], graph.results), graph.results))
+
+
+def _once(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
+    """The equations with equal slices, and reshapes, as one: what is read twice is sent once."""
+    same, first, found = dict[Any, Any](), dict[Any, Any](), list[JaxprEqn]()
+    for eqn in eqns:
+        eqn = renamed(eqn, same) if same else eqn
+        (out, *_), source = eqn.outvars or [None], eqn.invars[:1]
+        if eqn.primitive in (p.slice_p, p.reshape_p) and out not in results:
+            key = (eqn.primitive, id(source[0]), *eqn.params.values())
+            same[out] = first.setdefault(key, out)
+            if same[out] is not out:
+                continue
+        found.append(eqn)
+    return found
 
 
 compose_row_maps = in_every_body(composed)
@@ -62,11 +77,8 @@ compose_row_maps.__name__ = "compose_row_maps"
 
 
 def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
-    """Splits as slices, without slices and pads that change nothing.
-
-    Equal slices are one: what is read twice is sent once.
-    """
-    same, zeros, sliced = dict[Any, Any](), set[Any](), dict[Any, Any]()
+    """Splits as slices, without slices and pads that change nothing."""
+    same, zeros = dict[Any, Any](), set[Any]()
     for eqn in eqns:
         eqn = renamed(eqn, same) if same else eqn
         if eqn.primitive is split_p:
@@ -88,11 +100,6 @@ def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
             if not any(widths) and out.aval == source.aval and out not in graph.results:
                 same[out] = source
                 continue
-            if eqn.primitive is p.slice_p and out not in graph.results:
-                first = sliced.setdefault((source, *eqn.params.values()), out)
-                if first is not out:
-                    same[out] = first
-                    continue
             if not source.aval.size and graph.fill(eqn.invars[-1]) == 0:
                 zeros.add(out)
         if eqn.primitive is p.add_jaxvals_p and zeros and eqn.outvars[0] not in graph.results:
@@ -233,7 +240,7 @@ class Origins:
                 for r in found
             )
             # A source with other dims than the result is not split as that is.
-            painted = mostly and all(r.is_constant or r.is_aligned for r in found)
+            painted = mostly and all(r.is_constant or r.is_aligned or r.viewed for r in found)
             resolved += found if painted else [layer]
         return visible(resolved)
 

@@ -195,11 +195,13 @@ class _RowSpaces:
         source, spaces, found = layer.source, dict(place), dict[int, Space]()
         maker = None if layer.is_constant or source in self.rejected else self.graph.maker(source)
         able = maker is not None and (windows.is_by_element(maker) or windows.has_windows(maker))
-        if not able or not layer.is_aligned:
+        if not able or not (layer.is_aligned or layer.viewed):
             return None
         for d, split in enumerate(self.splits[out]):
-            n, axis = source.aval.shape[d], layer.axes[d]
-            size = out.aval.shape[d]
+            axis, size = layer.axes[d], out.aval.shape[d]
+            if axis.dim is None:  # a dim of one row
+                continue
+            n = source.aval.shape[axis.dim]
             own = Space(size, 0, 1, split, 0, size) if split else None
             space = spaces.get(d, own)
             if space is None or n == space.size:
@@ -208,12 +210,12 @@ class _RowSpaces:
             if rest or step < 1:
                 return None
             at = space.first + space.step * axis.at
-            space = space._replace(first=at - step * layer.base[d], step=step)
+            space = space._replace(first=at - step * layer.base[axis.dim], step=step)
             if step == 1 and not space.is_border and space.has_at_border(axis, at):
                 space = space._replace(low=at, high=at + axis.rows)
             elif not space.is_border and not self._is_most(axis, n, space, source):
                 return None
-            found[d] = space
+            found[axis.dim] = space
         return tuple(found.items()) or None
 
     def _is_most(self, axis: Axis, rows: int, space: Space, source: Any) -> bool:

@@ -184,6 +184,7 @@ GRADIENTS = {
     "reflect": functools.partial(limited, mode="reflect"),
     "constant": functools.partial(limited, mode="constant"),
     "edge": functools.partial(limited, mode="edge"),
+    "wrap": functools.partial(limited, mode="wrap"),
     "quotients": quotients,
 }
 
