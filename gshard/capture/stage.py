@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,12 @@ from gshard.graph.history import History
 class Variant:
     """A kind of lowering that a package above the core defines, as `gshard.reproducible` does.
 
-    `passes` follow the normal forms; `rewrites` says whether those by shardings run, too.
+    `passes` follow the normal forms; `rewrites` names those by shardings that run: all by default.
     `opaque_first`: the program's first argument, which the user did not give, is `Place.opaque`.
     """
 
     passes: tuple[Callable[[ClosedJaxpr], ClosedJaxpr], ...] = ()
-    rewrites: bool = True
+    rewrites: Collection[str] | None = None
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     opaque_first: bool = False
 

@@ -85,26 +85,6 @@ class Layer:
         """Whether the source has the result's dims."""
         return [axis.dim for axis in self.axes] == [*range(len(self.base))]
 
-    @property
-    def viewed(self) -> tuple[tuple[int, ...], Layer] | None:
-        """The shape of its source with the dims of the result, and the window of that.
-
-        None if the source has other dims of more than one row, or has them in another order. A
-        single row of a dim, which the source lost, may be one of the result.
-        """
-        shape, read = self.source.aval.shape, {axis.dim for axis in self.axes}
-        left = [d for d, n in enumerate(shape) if n > 1 or d in read]
-        sizes, base, axes = [], [], []
-        for number, axis in enumerate(self.axes):
-            lost = axis.dim is None and axis.rows == 1 and left and left[0] not in read
-            dim = left.pop(0) if left and (lost or axis.dim is not None) else None
-            if (axis.dim is None and axis.rows > 1) or (not lost and axis.dim != dim):
-                return None
-            sizes.append(1 if dim is None else shape[dim])
-            base.append(0 if dim is None else self.base[dim])
-            axes.append(axis._replace(dim=number))
-        return None if left else (tuple(sizes), Layer(self.source, tuple(base), tuple(axes)))
-
     def of(self, source: Any) -> Layer:
         """The same window of another source."""
         return Layer(source, self.base, self.axes)

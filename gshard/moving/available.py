@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from gshard import _jax
 from gshard.graph.reason import Reason
+from gshard.moving.fetch import retile
 from gshard.moving.partial import combine
 from gshard.moving.plan import reshard, reshard_cost
 from gshard.moving.recompute import Made
@@ -88,6 +89,8 @@ class Mover:
         found = self.available.of(tile).get(target)
         if found is None:
             found = self._recomputed(tile, target, reason)
+            if found is None and here == target and 0 not in tile.shape:
+                found = retile(self.place, tile, target.local_shape(tile.shape), reason)
             found = found or reshard(self.place, tile, target, reason)
             found = found.of(tile.value)
             self.available.add(tile, found)

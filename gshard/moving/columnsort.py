@@ -20,7 +20,7 @@ from jax import lax
 from gshard.graph.reason import Reason
 from gshard.moving.collectives import all_to_all
 from gshard.moving.costs import sent_bytes
-from gshard.moving.fetch import fetch
+from gshard.moving.fetch import Along, fetch
 from gshard.moving.halo import groups_along
 from gshard.moving.row_windows import plan_fetch
 from gshard.tensors.devices import Place
@@ -70,7 +70,7 @@ def columnsort(
 
     def moved(x: jax.Array, by: int) -> jax.Array:
         tile = Tile(x, sharding, (rows * count, *x.shape[1:]))
-        return fetch(place, tile, 0, np.arange(count) * rows + by, rows, reason)
+        return fetch(place, tile, reason, Along(0, np.arange(count) * rows + by, rows))
 
     columns = sort([take_back(x) for x in sort([deal(x) for x in sort(columns)])])
     merged = [moved(x, half) for x in sort([moved(x, -half) for x in columns])]

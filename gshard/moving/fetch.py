@@ -8,9 +8,12 @@ the other, with the corners.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -22,7 +25,7 @@ from gshard.graph.row_map import Axis, Layer
 from gshard.moving import halo
 from gshard.moving.costs import STEP_COST
 from gshard.moving.recompute import DEPTH, Made
-from gshard.moving.row_windows import Move, Numbers, Runs, Widths, Windows, are_apart, plan_windows
+from gshard.moving.row_windows import Move, Runs, Widths, Windows, are_apart, plan_windows
 from gshard.tensors.devices import Place
 from gshard.tensors.painting import Mask, all_of, any_of, painted
 from gshard.tensors.sharding import Split
@@ -95,95 +98,65 @@ class Rows:
         return x
 
 
-def fetch(
-    place: Place,
-    tile: Tile,
-    dim: int,
-    starts: Numbers,
-    widths: Widths,
-    reason: Reason,
-    moves: tuple[Move, ...] = (),
-    split: Split | None = None,
-) -> jax.Array:
-    """Rows `starts[c]` to `starts[c] + widths` of the logical `dim` on the holders of tile c.
-
-    For the tiles of `split`, if given: all devices have the rows of an unsplit dim. Rows may move
-    to other places in the windows, with `moves`.
-    """
-    along = Along(dim, np.asarray(starts, np.int64), widths, moves, split)
-    return fetch_along(place, tile, [along], reason)
-
-
-def fetch_along(place: Place, tile: Tile, along: Sequence[Along], reason: Reason) -> jax.Array:
-    """Rows along some dims: sent, or recomputed from fewer bytes of the operands.
-
-    A repeated request moves nothing.
-    """
-    _, make = _cheapest(place, Rows(tile, tuple(along)), DEPTH)
+def fetch(place: Place, tile: Tile, reason: Reason, *along: Along) -> jax.Array:
+    """Rows along some dims: sent, or recomputed from fewer bytes; once, if asked for again."""
+    _, make = _cheapest(place, Rows(tile, along), DEPTH)
     return make(reason)
 
 
-def retile(place: Place, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
-    """`tile` with tiles of `size` rows along `dim`; it had as many as the operands of its maker."""
-    split = tile.sharding.splits[dim]
-    if tile.array.shape[dim] == size or split is None:
-        return halo.retiled(place, tile, dim, size, reason)
-    starts, reason = np.arange(split.tiles) * size, reason.then(f"even out tiles of dim {dim}")
-    return Tile(fetch(place, tile, dim, starts, size, reason), tile.sharding, tile.shape)
+def retile(place: Place, tile: Tile, sizes: Sequence[int], reason: Reason) -> Tile:
+    """`tile` with tiles of these sizes; it had as many rows as the operands of its maker."""
+    for dim, size in enumerate(sizes):
+        split = tile.sharding.splits[dim]
+        if tile.array.shape[dim] == size or split is None:
+            tile = halo.retiled(place, tile, dim, size, reason)
+        else:
+            why = reason.then(f"even out tiles of dim {dim}")
+            x = fetch(place, tile, why, Along(dim, np.arange(split.tiles) * size, size))
+            tile = Tile(x, tile.sharding, tile.shape)
+    return tile
 
 
 _Way = tuple[float, Callable[[Reason], jax.Array]]  # its cost, and its parts
 
 
-def _cheapest(place: Place, rows: Rows | Tile, depth: int) -> _Way:
+def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
     """The cheapest way to get rows, or a tensor that is broadcast along their dims."""
-    if isinstance(rows, Tile):
-        array = rows.array
-        return 0.0, lambda reason: array
-    tile = rows.tile
-
-    def directly(reason: Reason) -> jax.Array:
-        return rows.fetched(place, reason)
-
-    made, direct, total, ways = tile.value and tile.value.made, rows.sent(), 0.0, []
+    tile, direct = rows.tile, rows.sent()
+    made = tile.value.made if tile.value else None
     able = made and depth and not any(len(a.moves) > 1 for a in rows.along) and made.gives(tile)
     needed = _needed(made, rows) if made and able and direct else None
-    for need in needed or ():
-        cost, way = _cheapest(place, need, depth - 1)
-        total += cost
-        ways.append(way)
+    ways = [_cheapest(place, need, depth - 1) for need in needed or ()]
+    total = sum(cost for cost, _ in ways)
     if made is None or needed is None or total >= direct:
-        return direct, directly
+        return direct, functools.partial(rows.fetched, place)
 
     def recompute(reason: Reason) -> jax.Array:
-        arrays = [way(reason) for way in ways]
+        arrays = [way(reason) for _, way in ways]
         if made.layers_of:
             return _painted(place, made, rows, arrays)
-        width, first = rows.width, dict[int, np.ndarray]()
-        for dim, starts, *_ in rows.along:
-            step = _rows_for_one(made, dim)
-            if step > 1:  # rows of the result per row of the operand, possibly more than needed
-                (need,) = needed
-                assert isinstance(need, Rows)
-                width[dim], first[dim] = need.along[0].width * step, starts % step
+        width, (along, *_) = rows.width, rows.along
+        _, step = _merged(made, along.dim)
+        if step > 1:  # rows of the result per row of the operand, possibly more than needed
+            width[along.dim] = needed[0].along[0].width * step
         x = made.run(arrays, [width.get(d, n) for d, n in enumerate(tile.array.shape)])
-        for dim, begin in first.items():
-            x = halo.window(place, x, dim, begin[rows.splits[dim].own], rows.width[dim])
-        return x
+        if step == 1:
+            return x
+        first = (along.starts % step)[rows.splits[along.dim].own]
+        return halo.window(place, x, along.dim, first, along.width)
 
     return total, recompute
 
 
-def _needed(made: Made, rows: Rows) -> list[Rows | Tile] | None:
+def _needed(made: Made, rows: Rows) -> list[Rows] | None:
     """The rows of the operands that are needed; None if their shardings differ."""
     if made.eqn.primitive is p.reshape_p:
         return _before_reshape(made, rows)
     if made.layers_of:
         return _before_row_map(made, rows)
-    dims, result = made.dims(), made.result
+    dims, result, found = made.dims(), made.result, list[Rows]()
     if dims is None:
         return None
-    found: list[Rows | Tile] = []
     for tile, named in zip(made.operands, dims, strict=True):
         for d, to in enumerate(named):
             whole = to is None or (to in rows.width and tile.sharding.splits[d] is None)
@@ -192,32 +165,31 @@ def _needed(made: Made, rows: Rows) -> list[Rows | Tile] | None:
                 return None
         own = [a for a in rows.along if a.dim in named]
         along = [a._replace(dim=named.index(a.dim), split=rows.splits[a.dim]) for a in own]
-        found.append(Rows(tile, tuple(along)) if along else tile)
+        found.append(Rows(tile, tuple(along)))
     return found
 
 
-def _before_row_map(made: Made, rows: Rows) -> list[Rows | Tile] | None:
+def _before_row_map(made: Made, rows: Rows) -> list[Rows] | None:
     """For a row map that shifts rows: those of its operands that are needed.
 
     None if it does something else with them, or with another split dim.
     """
     assert made.layers_of
-    result, layers = made.result, made.layers_of(made.eqn)
-    found: list[Rows | Tile] = []
+    result, layers, found = made.result, made.layers_of(made.eqn), list[Rows]()
     for number, tile in enumerate(made.operands):
         own = [layer for layer in layers if layer.source == number]
         if not tile.shape or not own:
-            found.append(tile)
+            found.append(Rows(tile, ()))
             continue
         splits = zip(tile.sharding.splits, result.sharding.splits, strict=True)
         for d, (here, there) in enumerate(splits):
             kept = all(n.is_aligned and n.keeps(d, result.shape[d], tile.shape) for n in own)
             if here is not there or (here and d not in rows.width and not kept):
                 return None
-        along = [_before_shift(own, a, result.shape[a.dim]) for a in rows.along]
-        if None in along:
+        along = [a for n in rows.along if (a := _before_shift(own, n, result.shape[n.dim]))]
+        if len(along) < len(rows.along):
             return None
-        found.append(replace(rows, tile=tile, along=tuple(a for a in along if a)))
+        found.append(Rows(tile, tuple(along)))
     return found
 
 
@@ -247,11 +219,9 @@ def _painted(place: Place, made: Made, rows: Rows, arrays: Sequence[jax.Array]) 
         for d, split in enumerate(splits):
             part = part.along(d, Axis(0, local[d], layer.axes[d].dim), 0) if split else part
 
-        def mask(along: Along, axis: Axis) -> Mask:
-            first = along.starts[rows.splits[along.dim].own]
-            return lambda shape: rows_within(
-                shape, along.dim, place.lookup(first), axis.at, axis.end
-            )
+        def mask(a: Along, axis: Axis) -> Mask:
+            first = a.starts[rows.splits[a.dim].own]
+            return lambda shape: rows_within(shape, a.dim, place.lookup(first), axis.at, axis.end)
 
         if not parts or parts[-1] != part:
             parts.append(part)
@@ -261,13 +231,13 @@ def _painted(place: Place, made: Made, rows: Rows, arrays: Sequence[jax.Array]) 
     return painted(local, parts, arrays, [any_of(m) for m in masks])
 
 
-def _before_reshape(made: Made, rows: Rows) -> list[Rows | Tile] | None:
+def _before_reshape(made: Made, rows: Rows) -> list[Rows] | None:
     """For a reshape that merges the split dim with minor ones: its rows that are needed.
 
     None for any other reshape, or if another dim is split.
     """
     (tile,), result, ((dim, starts, widths, *_), *more) = made.operands, made.result, rows.along
-    source, step = _dim_before_reshape(made, dim), _rows_for_one(made, dim)
+    source, step = _merged(made, dim)
     others = [s for d, s in enumerate(tile.sharding.splits) if d != source]
     others += [s for d, s in enumerate(result.sharding.splits) if d != dim]
     here, there = tile.sharding.splits[source], result.sharding.splits[dim]
@@ -277,21 +247,16 @@ def _before_reshape(made: Made, rows: Rows) -> list[Rows | Tile] | None:
     return [Rows(tile, (Along(source, first, -(-(starts + widths) // step) - first),))]
 
 
-def _rows_for_one(made: Made, dim: int) -> int:
-    """The rows of the result per row of the operand; 0 if dims are not simply merged."""
+def _merged(made: Made, dim: int) -> tuple[int, int]:
+    """The operand's dim that a dim begins with, and the rows of the result per row of that.
+
+    These are 0 if dims are not simply merged.
+    """
     if made.eqn.primitive is not p.reshape_p:
-        return 1
-    sizes, rows = made.operands[0].shape, made.result.shape[dim]
-    source = _dim_before_reshape(made, dim)
-    if rows % sizes[source]:
-        return 0
-    step = rows // sizes[source]
-    joined = [math.prod(sizes[source + 1 : end]) for end in range(source + 1, len(sizes) + 1)]
-    return step if step in joined else 0
-
-
-def _dim_before_reshape(made: Made, dim: int) -> int:
-    """The operand's last dim that begins where `dim` of the result does."""
-    before, sizes = math.prod(made.result.shape[:dim]), made.operands[0].shape
-    starts = [math.prod(sizes[:d]) for d in range(len(sizes))]
-    return max((d for d, start in enumerate(starts) if start == before), default=0)
+        return dim, 1
+    sizes, shape = made.operands[0].shape, made.result.shape
+    ends = [1, *itertools.accumulate(sizes, operator.mul)]
+    first, end = math.prod(shape[:dim]), math.prod(shape[: dim + 1])
+    source = max((d for d in range(len(sizes)) if ends[d] == first), default=0)
+    fits = ends[source] == first and end in ends[source + 1 :]
+    return source, end // ends[source + 1] if fits else 0

@@ -4,7 +4,7 @@ Every device needs a window of rows of a split dim that is not quite its tile. R
 have are sent as `row_windows` plans. Rows outside the tensor are garbage, for the caller to mask.
 
 A sharding prescribes the size of its tiles. Before or after a step of a reshard they may have
-another one; what it takes to even them out (`retile`) is a part of what the step sends.
+another one; what it takes to even them out (`retiled`) is a part of what the step sends.
 """
 
 from __future__ import annotations
@@ -263,10 +263,14 @@ def retiled(place: Place, tile: Tile, dim: int, size: int, reason: Reason) -> Ti
     """`tile` with tiles of `size` rows along `dim`."""
     if tile.array.shape[dim] == size:
         return tile
-    if tile.sharding.splits[dim] is None:
-        return Tile(_resize(tile.array, dim, size), tile.sharding, tile.shape)
-    array = _evening_out(tile, dim, size, reason).run(place, tile.array)
-    return Tile(array, tile.sharding, tile.shape)
+    x, rows = tile.array, tile.array.shape[dim]
+    if tile.sharding.splits[dim]:
+        why = reason.then(f"even out tiles of dim {dim}")
+        windows = retiling(tile.sharding.tiles[dim], rows, size, tile.shape[dim])
+        x = Halo(why, tile.sharding, dim, windows).run(place, x)
+    else:
+        x = lax.slice_in_dim(x, 0, size, axis=dim) if size < rows else padding.pad_end(x, dim, size)
+    return Tile(x, tile.sharding, tile.shape)
 
 
 def standardized(place: Place, tile: Tile, reason: Reason) -> Tile:
@@ -274,19 +278,6 @@ def standardized(place: Place, tile: Tile, reason: Reason) -> Tile:
     for dim, size in enumerate(tile.sharding.local_shape(tile.shape)):
         tile = retiled(place, tile, dim, size, reason)
     return tile
-
-
-def _evening_out(tile: Tile, dim: int, size: int, reason: Reason) -> Halo:
-    """The halo that leaves tiles of `size` rows."""
-    windows = retiling(tile.sharding.tiles[dim], tile.array.shape[dim], size, tile.shape[dim])
-    return Halo(reason.then(f"even out tiles of dim {dim}"), tile.sharding, dim, windows)
-
-
-def _resize(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """Slice or pad a dim at its end."""
-    if size < x.shape[dim]:
-        return lax.slice_in_dim(x, 0, size, axis=dim)
-    return padding.pad_end(x, dim, size)
 
 
 @cached

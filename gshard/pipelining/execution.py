@@ -117,7 +117,7 @@ class Stages:
             for change in PASSES if self.per_stage > 1 else ():
                 body = change(body)
         known = Known(self.per_stage, self.ctx.memory_limit, [k.sharding for k in kinds], {})
-        return shard(body, known, True, History())
+        return shard(body, known, None, History())
 
     def agreed(self, body: ClosedJaxpr, operands: Sequence[Tile], first: int) -> list[Tile]:
         """The inputs of a layer, operands from `first`, as its output can be held, too."""

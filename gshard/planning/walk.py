@@ -88,14 +88,11 @@ class Walk(ABC):
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding; a repeated request moves nothing."""
-        if tile.sharding is target and not tile.is_unreduced:
-            for dim, size in enumerate(target.local_shape(tile.shape)):
-                tile = self.retile(tile, dim, size, reason)
         return self.mover.reshard(tile, target, reason)
 
-    def retile(self, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
-        """`tile` with tiles of `size` rows along `dim`, which may differ from the sharding's."""
-        return retile(self.place, tile, dim, size, reason)
+    def retile(self, tile: Tile, sizes: Sequence[int], reason: Reason) -> Tile:
+        """`tile` with tiles of these sizes, which may differ from the sharding's."""
+        return retile(self.place, tile, sizes, reason)
 
     def stays_unreduced(self, var: Any, tile: Tile, kind: str) -> bool:
         """Whether `tile`, a value of `var` that is to be reduced by `kind`, is reduced later."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,9 @@ class Known:
 
 
 def shard(
-    flat: ClosedJaxpr, known: Known, rewrites: bool, history: History
+    flat: ClosedJaxpr, known: Known, rewrites: Collection[str] | None, history: History
 ) -> tuple[ClosedJaxpr, Propagated]:
-    """The program with the rewrites that apply, if any may, and the shardings of all its values.
+    """The program with the rewrites that apply, of some if given, and the shardings of its values.
 
     After a rewrite splits are propagated again: those found before were of another program.
     """
@@ -73,7 +73,8 @@ def shard(
 
     found = propagated(flat)
     history.add("propagate", flat.jaxpr, found.note)
-    for title, (rewrite, otherwise) in (REWRITES if rewrites else {}).items():
+    for title in REWRITES if rewrites is None else rewrites:
+        rewrite, otherwise = REWRITES[title]
         remarks: list[str] = []
         jaxpr = rewrite(flat.jaxpr, found.shardings, limit, remarks)
         if jaxpr is not flat.jaxpr:

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from gshard.graph.reason import Reason
 from gshard.graph.row_map import Axis, Layer
-from gshard.moving.fetch import fetch
+from gshard.moving.fetch import Along, fetch
 from gshard.moving.halo import align, collect, window
 from gshard.moving.row_windows import Move, Runs, Windows, are_apart, plan_fetch, plan_windows
 from gshard.rules.base.rule import Context
@@ -57,7 +57,8 @@ class AxisRows:
         assert split
         place, (starts, counts) = ctx.place, self.read(split.tiles)
         if tile.sharding.splits[dim] is None or abs(self.axis.stride) == 1:
-            x = fetch(place, tile, dim, starts, counts, reason, (Move(*self.only, 0),), split)
+            along = Along(dim, starts, counts, (Move(*self.only, 0),), split)
+            x = fetch(place, tile, reason, along)
             return self.placed(place, x, dim, split, starts)
         held, x = self._thinned(place, tile, dim)
         windows = Windows.of(held, x.shape[dim], *self._needed(split.tiles))
@@ -147,18 +148,17 @@ def reader(layers: Sequence[Layer], dim: int, size: int, rows: int, tiles: int) 
     them: at the border of a ring, those of the other end are beyond this one.
     """
     most = max(layers, key=lambda n: (n.axes[dim].rows, -abs(n.axes[dim].at - n.base[dim])))
-    axis, moves, found = most.axes[dim], moves_of(layers, dim), dict[float, Reader]()
-    begins = np.arange(tiles) * -(-size // tiles)
+    axis, moves, found = most.axes[dim], moves_of(layers, dim), dict[int, Reader]()
+    local = -(-size // tiles)
+    begins = np.arange(tiles) * local
     for turn in (0, size, -size) if moves else (0,):
         own = AxisRows(axis, most.base[dim] + turn, rows)
         copies = tuple(m._replace(by=m.by - axis.at + own.base) for m in moves)
-        copies = tuple(m for m in copies if m.by)
         ends = [own.only, *((m.first + m.by, m.end + m.by) for m in copies)]
-        inside = any(end > 0 and first < size for first, end in ends[1:])
         starts, counts = own.read(tiles)
         some = (starts < max(e[1] for e in ends)) & (starts + counts > min(e[0] for e in ends))
-        away = float(np.abs(starts - begins)[some].sum())
-        if axis.stride > 0 and not inside and away not in found:
+        away = np.maximum(begins - starts, starts + counts - begins - local)[some].sum()
+        if axis.stride > 0 and away not in found:
             starts, counts = np.where(some, starts, _NOWHERE), np.where(some, counts, 0)
             found[away] = Reader(own, tuple(starts.tolist()), tuple(counts.tolist()), copies, 0)
     if not found:
@@ -166,8 +166,9 @@ def reader(layers: Sequence[Layer], dim: int, size: int, rows: int, tiles: int) 
     best = found[min(found)]
     if axis.stride > 1:
         return best._replace(sent=best.rows.sent(size, tiles))
+    starts, counts = np.array(best.starts), np.array(best.counts)
     every = _with_rows([best], best.copies, size)
-    return best._replace(sent=plan_fetch(tiles, size, best.starts, best.counts, every).sent)
+    return best._replace(sent=plan_fetch(tiles, size, starts, counts, every).sent)
 
 
 class Together:
@@ -186,12 +187,13 @@ class Together:
         """Have what one more of them reads; few rows at a border only if that sends no more."""
         joined = [*self.readers, reader]
         copies = _joined_moves([m for r in joined for m in r.copies])
+        moves = _with_rows(joined, copies, size)
         starts, counts = (np.array([r[k] for r in joined]) for k in (1, 2))
         low = starts.min(axis=0)
-        low, moves = np.where(low < _NOWHERE, low, self.low), _with_rows(joined, copies or (), size)
+        low = np.where(low < _NOWHERE, low, self.low)
         widths = np.where(counts > 0, starts + counts - low, 0).max(axis=0)
         sent = plan_fetch(len(low), size, low, widths, moves).sent
-        if copies is not None and (0 not in reader.counts or sent <= self.sent + reader.sent):
+        if are_apart(moves) and (0 not in reader.counts or sent <= self.sent + reader.sent):
             self.readers, self.low, self.widths, self.moves = joined, low, widths, moves
             self.alone, self.sent = self.alone + reader.sent, sent
 
@@ -211,19 +213,21 @@ def moves_of(layers: Sequence[Layer], dim: int) -> Moves:
     return tuple(found) if are_apart(found) else ()
 
 
-def _joined_moves(moves: Sequence[Move]) -> Moves | None:
-    """Moves without repetitions; None if two rows become one."""
+def _joined_moves(moves: Sequence[Move]) -> Moves:
+    """Moves without repetitions."""
     found: list[Move] = []
     for move in sorted(moves, key=lambda m: (m.by, m.first)):
         if found and found[-1].by == move.by and move.first <= found[-1].end:
             last = found.pop()
             move = last._replace(end=max(last.end, move.end))
         found.append(move)
-    return tuple(found) if are_apart(found) else None
+    return tuple(found)
 
 
 def _with_rows(readers: Sequence[Reader], copies: Moves, size: int) -> Moves:
     """Copies, and the rows that are read in their own places."""
-    low, high = zip(*(r.rows.only for r in readers), strict=True)
+    stay = [*(r.rows.only for r in readers), *(m[:2] for m in copies if not m.by)]
+    low, high = zip(*stay, strict=True)
     own = Move(max(min(low), 0), min(max(high), size), 0)
-    return (own, *copies) if copies or own[:2] != (0, size) else ()
+    moved = [m for m in copies if m.by]
+    return (own, *moved) if moved or own[:2] != (0, size) else ()

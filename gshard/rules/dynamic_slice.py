@@ -24,7 +24,7 @@ from gshard.graph.reason import Reason
 from gshard.graph.row_map import Layer, entire
 from gshard.moving import collectives
 from gshard.moving.costs import timed
-from gshard.moving.fetch import fetch
+from gshard.moving.fetch import Along, fetch
 from gshard.moving.halo import groups_along, shifted_pairs
 from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.layers import Layers
@@ -74,7 +74,7 @@ class DynamicRows:
         x = _rotated(place, tile, dim, self.start, size - self.rows, 1, reason)
         shape = (*tile.shape[:dim], self.rows, *tile.shape[dim + 1 :])
         starts = np.arange(split.tiles) * width
-        return fetch(place, Tile(x, tile.sharding, shape), dim, starts, width, reason)
+        return fetch(place, Tile(x, tile.sharding, shape), reason, Along(dim, starts, width))
 
     def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> Array:
         """The whole result on every device."""
@@ -218,7 +218,7 @@ def _update_in_place(place: Place, tile: Tile, update: Tile, dim: int, start: Ar
     assert split
     why = "tiles of the update to where they are written"
     reason = Reason("step", "dynamic_update_slice", why)
-    x = fetch(place, update, dim, np.arange(split.tiles) * local, local, reason)
+    x = fetch(place, update, reason, Along(dim, np.arange(split.tiles) * local, local))
     shape = (*update.shape[:dim], tile.shape[dim], *update.shape[dim + 1 :])
     spread = Tile(x, update.sharding, shape)
     x = _rotated(place, spread, dim, start, tile.shape[dim] - update.shape[dim], -1, reason)

@@ -15,7 +15,7 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving.costs import timed
-from gshard.moving.fetch import fetch
+from gshard.moving.fetch import Along, fetch
 from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.rule import BindLocal, Context, Doc, Way, linear_in, linear_in_all, rule
 from gshard.rules.base.ways import FactorSplit, by_factors
@@ -176,14 +176,13 @@ class _MixedReshape:
         shape = tuple(eqn.outvars[0].aval.shape)
         ((wanted, before),), ((result, local),) = self.layout.operands, self.layout.results
         tile = ctx.reshard(tiles[0], wanted, Reason("operand", "reshape"))
-        for dim, rows in enumerate(before):
-            tile = ctx.retile(tile, dim, rows, Reason("operand", "reshape"))
+        tile = ctx.retile(tile, before, Reason("operand", "reshape"))
         for m in reversed(self.mixed):  # from the end, so that dim numbers stay
             flat = _flattened(tile, m.first[0], m.end[0])
             width = math.prod(local[m.first[1] : m.end[1]])
             starts = np.arange(flat.sharding.tiles[m.first[0]]) * width
             reason = Reason("step", "reshape", "elements of mixed dims between tiles")
-            x = fetch(ctx.place, flat, m.first[0], starts, width, reason)
+            x = fetch(ctx.place, flat, reason, Along(m.first[0], starts, width))
             tile = Tile(x, flat.sharding, flat.shape)
         return [Tile(lax.reshape(tile.array, local), result, shape)]
 

@@ -6,18 +6,17 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from gshard.graph.reason import Reason
 from gshard.graph.row_map import Axis, Layer
-from gshard.moving.fetch import fetch
-from gshard.rules.axis_rows import AxisRows, Moves, Reader, Together, moves_of, reader
+from gshard.moving.fetch import Along, fetch
+from gshard.rules.axis_rows import AxisRows, Reader, Together, moves_of, reader
 from gshard.rules.base.layers import ROW_MAPS, layers_of
 from gshard.rules.base.rule import Context
 from gshard.tensors.painting import Mask, all_of, any_of, painted
@@ -172,7 +171,7 @@ class Painting:
                     masks.append(self._on_tile(split, axis.at // rows))
                     continue
                 if hull := hulls.get(d):
-                    key, tile = (key, d, hull.key), self._widened(tile, d, hull)
+                    key, tile = (key, d, hull[0]), self._widened(tile, d, hull)
                 elif not layer.is_constant:
                     key, tile = self._rows(key, layer, tile, d)
                 part = part.along(d, Axis(0, rows, axis.dim), 0)
@@ -184,7 +183,8 @@ class Painting:
             for d, hull in hulls.items():  # at last: other row maps read the same rows
                 split = self.splits[d]
                 assert split
-                array = hull.rows.placed(self.ctx.place, array, d, split, hull.low)
+                own, together = hull
+                array = own.rows.placed(self.ctx.place, array, d, split, together.low)
             self.arrays.append(array)
         return Layer(self.fetched[key], part.base, part.axes), all_of(masks)
 
@@ -283,29 +283,22 @@ class Painting:
         return {d: hull for d, hull in found.items() if hull}
 
     def _hull(self, layers: Sequence[Layer], dim: int, several: bool) -> Hull | None:
+        """Who reads these layers, and what they have in common with others, if that sends less."""
         var, split = self.map.operands[layers[0].source], self.splits[dim]
-        rows, moves = self.map.shape[dim], moves_of(layers, dim)
         assert split
-        together, every = self._together(var, dim), AxisRows(Axis(0, rows, dim), 0, rows)
-        own = reader(layers, dim, var.aval.shape[dim], rows, split.tiles)
+        size, rows = var.aval.shape[dim], self.map.shape[dim]
+        own, together = reader(layers, dim, size, rows, split.tiles), self._together(var, dim)
         if own in together.readers and together.is_less(several):
-            return Hull(own, together.low, together.widths, together.moves, own.rows)
-        low, widths = every.read(split.tiles)
-        return Hull(moves, low, widths, moves, every) if len(moves) > 1 else None
+            return own, together
+        alone = own and Together([own], size, split.tiles)
+        return (own, alone) if own and alone and len(alone.moves) > 1 else None
 
     def _widened(self, tile: Tile, dim: int, hull: Hull) -> Tile:
         """A source with the rows of a hull."""
-        low, widths, moves, split = hull.low, hull.widths, hull.moves, self.splits[dim]
-        reason = self._reason(dim)
-        array = fetch(self.ctx.place, tile, dim, low, widths, reason, moves, split)
+        _, own = hull
+        along = Along(dim, own.low, own.widths, own.moves, self.splits[dim])
+        array = fetch(self.ctx.place, tile, self._reason(dim), along)
         return Tile(array, tile.sharding, tile.shape)
 
 
-class Hull(NamedTuple):
-    """Rows from `low` on for each tile, of which a reader has `rows`."""
-
-    key: Any
-    low: np.ndarray
-    widths: np.ndarray
-    moves: Moves
-    rows: AxisRows
+Hull = tuple[Reader, Together]  # one who reads rows, and the rows that are fetched for several

@@ -32,7 +32,7 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving.costs import timed
-from gshard.moving.fetch import Along, fetch_along
+from gshard.moving.fetch import Along, fetch
 from gshard.moving.halo import window
 from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.rule import Context, Doc, Rule, Way, register
@@ -94,7 +94,7 @@ def bring(ctx: Context, eqn: JaxprEqn, tile: Tile, reaches: Reaches, fill: Any) 
     reason = Reason("step", eqn.primitive.name, f"rows under the windows of dim {which}")
     masked, plain = tile.unmasked or (None, tile)  # rows beyond the end are filled here
     along = [Along(dim, reach.starts, reach.rows) for dim, reach, _ in reaches]
-    x = fetch_along(ctx.place, plain if masked in dims else tile, along, reason)
+    x = fetch(ctx.place, plain if masked in dims else tile, reason, *along)
     brought = Tile(x, tile.sharding, tile.shape)
     for dim, reach, _ in reaches if fill is not None else ():
         inside = existing(ctx, brought, dim, reach.starts)

@@ -10,7 +10,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import Var
 from gshard.graph import replacing
-from gshard.graph.row_map import Layer, apart
+from gshard.graph.row_map import Axis, Layer, apart
 from gshard.rules.base.primitives import row_map_p
 
 
@@ -24,10 +24,11 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
     numbered: list[Layer] = []
     for layer in apart(layers, result.aval.shape):
         source = layer.source
-        if not layer.is_constant and not layer.is_aligned and (view := layer.viewed):
+        if not layer.is_constant and not layer.is_aligned and (view := viewed(layer)):
             shape, layer = view
-            source = Var(source.aval.update(shape=shape))
-            before.append(reshaped(eqn, layer.source, source))
+            if shape != source.aval.shape:
+                source = Var(source.aval.update(shape=shape))
+                before.append(reshaped(eqn, layer.source, source))
         elif not layer.is_constant and not layer.is_aligned:
             rows = Var(source.aval.update(shape=tuple(axis.rows for axis in layer.axes)))
             before += _slicing(replacing(eqn, row_map_p, [], rows), layer)
@@ -38,6 +39,26 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
         numbered.append(layer.of(number))
     operands_of_map, layers = [source for _, source in operands.values()], tuple(numbered)
     return [*before, replacing(eqn, row_map_p, operands_of_map, result, layers=layers)]
+
+
+def viewed(layer: Layer) -> tuple[tuple[int, ...], Layer] | None:
+    """The shape of a layer's source with the dims of the result, and the window of that.
+
+    None if the source has other dims of more than one row, or has them in another order. A single
+    row of a dim, which the source lost, may be one of the result.
+    """
+    shape, read = layer.source.aval.shape, {axis.dim for axis in layer.axes}
+    left = [d for d, n in enumerate(shape) if n > 1 or d in read]
+    sizes, base, axes = list[int](), list[int](), list[Axis]()
+    for number, axis in enumerate(layer.axes):
+        lost = axis.dim is None and axis.rows == 1 and left and left[0] not in read
+        dim = left.pop(0) if left and (lost or axis.dim is not None) else None
+        if (axis.dim is None and axis.rows > 1) or (not lost and axis.dim != dim):
+            return None
+        sizes.append(1 if dim is None else shape[dim])
+        base.append(0 if dim is None else layer.base[dim])
+        axes.append(axis._replace(dim=number))
+    return None if left else (tuple(sizes), Layer(layer.source, tuple(base), tuple(axes)))
 
 
 def reshaped(eqn: JaxprEqn, source: Any, result: Any) -> JaxprEqn:

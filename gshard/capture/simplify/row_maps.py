@@ -17,16 +17,15 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
-from gshard._jax import Var, split_p, tile_p
+from gshard._jax import split_p, tile_p
 from gshard.capture.simplify import known_windows
-from gshard.capture.simplify.padded_sums import distributed
-from gshard.capture.simplify.painting import painting, reshaped
+from gshard.capture.simplify.moved_first import moved_first
+from gshard.capture.simplify.painting import painting, reshaped, viewed
 from gshard.capture.simplify.passes import in_every_body
 from gshard.graph import Graph, filling, live, renamed
 from gshard.graph.row_map import Axis, Layer, by_rows, constant, entire, through, visible
 from gshard.rules.base.layers import ROW_MAPS, Layers, layers_of
 from gshard.rules.base.primitives import row_map_p
-from gshard.rules.base.rule import RULES, Elementwise
 
 Near = Callable[[Any, Any], bool]
 
@@ -42,11 +41,6 @@ def composed(graph: Graph, near: Near | None = None) -> list[JaxprEqn]:
     eqns = live(list(_plain(known_windows.without_updates(graph), graph)), graph.results)
     graph = Graph(eqns, graph.results, graph.known)
     origins = Origins(graph, near)
-    if near is None:  # later, windows may have been made larger on purpose
-        eqns = distributed(graph, origins.maps)
-        if eqns is not graph.eqns:
-            graph = Graph(eqns, graph.results, graph.known)
-            origins = Origins(graph)
     needed = {a for a in graph.results if not isinstance(a, Literal)}
     found: list[JaxprEqn] = []
     for eqn in reversed(graph.eqns):
@@ -54,7 +48,7 @@ def composed(graph: Graph, near: Near | None = None) -> list[JaxprEqn]:
             made = _composed(eqn, origins) if len(eqn.outvars) == 1 else [eqn]
             needed |= {a for e in made for a in e.invars if not isinstance(a, Literal)}
             found += reversed(made)
-    return _moved_first(Graph(_once(found[::-1], graph.results), graph.results))
+    return moved_first(Graph(_once(found[::-1], graph.results), graph.results))
 
 
 def _once(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
@@ -134,54 +128,6 @@ def _composed(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn]:
     return [eqn] if resolved == layers and plain else painting(eqn, resolved)
 
 
-def _moved_first(graph: Graph) -> list[JaxprEqn]:
-    """The equations, with what is computed by element of one tensor computed after a row map.
-
-    Where other row maps move rows of that tensor, too: `roll(u, 2)` and `roll(8 * u, 1)` read the
-    same rows at the borders of tiles.
-    """
-    chains: dict[JaxprEqn, list[JaxprEqn]] = {}  # what is computed before a row map, the last first
-    moved: dict[Any, int] = {}  # how many row maps each tensor has
-    for eqn in graph.eqns:
-        if eqn.primitive not in ROW_MAPS or isinstance(eqn.invars[0], Literal):
-            continue
-        (source, *others), chain = eqn.invars, list[JaxprEqn]()
-        if not others and eqn.outvars[0].aval.size <= source.aval.size:
-            while graph.uses(source) == 1 and (maker := graph.maker(source)) is not None:
-                if (operand := _only_tensor(maker)) is None:
-                    break
-                chain.append(maker)
-                source = operand
-        chains[eqn] = chain
-        moved[source] = moved.get(source, 0) + 1
-    eqns: list[JaxprEqn] = []
-    for eqn in graph.eqns:
-        chain = chains.get(eqn, [])
-        root: Any = _only_tensor(chain[-1]) if chain else None
-        if moved.get(root, 0) < 2:
-            eqns.append(eqn)
-            continue
-        out, shape = eqn.outvars[0], eqn.outvars[0].aval.shape
-        names = {root: (part := Var(root.aval.update(shape=shape)))}
-        eqns.append(eqn.replace(invars=[root], outvars=[part]))
-        for maker in reversed(chain):
-            (made,) = maker.outvars
-            names[made] = out if maker is chain[0] else Var(made.aval.update(shape=shape))
-            eqns.append(renamed(maker, names))
-    return eqns
-
-
-def _only_tensor(eqn: JaxprEqn) -> Any:
-    """The tensor of which a result is computed by element, beside numbers, if it is one."""
-    if not isinstance(RULES.get(eqn.primitive), Elementwise) or len(eqn.outvars) != 1:
-        return None
-    tensors = {a for a in eqn.invars if a.aval.shape and not isinstance(a, Literal)}
-    if len(tensors) != 1 or eqn.effects:
-        return None
-    (source,), shape = tensors, eqn.outvars[0].aval.shape
-    return source if source.aval.shape == shape else None
-
-
 def _is_shift(layers: Layers) -> bool:
     """Whether most of a result is most of one tensor, in runs, beside numbers and a few rows."""
     kept = [layer for layer in layers if not layer.is_constant]
@@ -240,7 +186,7 @@ class Origins:
                 for r in found
             )
             # A source with other dims than the result is not split as that is.
-            painted = mostly and all(r.is_constant or r.is_aligned or r.viewed for r in found)
+            painted = mostly and all(r.is_constant or r.is_aligned or viewed(r) for r in found)
             resolved += found if painted else [layer]
         return visible(resolved)
 

@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var
-from gshard.capture.simplify.painting import painting
+from gshard.capture.simplify.painting import painting, viewed
 from gshard.capture.simplify.row_maps import Origins, composed
 from gshard.graph import Graph, at_every_level, live, replacing
 from gshard.graph.row_map import Axis, Layer, entire, through, visible
@@ -44,7 +44,7 @@ from gshard.propagation.spaces import (
 from gshard.rules.base.primitives import row_map_p
 from gshard.tensors.sharding import Sharding
 
-_MOST = 384  # equations more
+_MOST = 512  # equations more
 _SPREAD = 16  # equations on small tensors that may be computed with all rows of large ones
 
 
@@ -195,7 +195,7 @@ class _RowSpaces:
         source, spaces, found = layer.source, dict(place), dict[int, Space]()
         maker = None if layer.is_constant or source in self.rejected else self.graph.maker(source)
         able = maker is not None and (windows.is_by_element(maker) or windows.has_windows(maker))
-        if not able or not (layer.is_aligned or layer.viewed):
+        if not able or not (layer.is_aligned or viewed(layer)):
             return None
         for d, split in enumerate(self.splits[out]):
             axis, size = layer.axes[d], out.aval.shape[d]

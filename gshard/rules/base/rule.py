@@ -84,8 +84,8 @@ class Context(Protocol):
         """`tile` under another sharding; a repeated request moves nothing."""
         ...
 
-    def retile(self, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
-        """`tile` with tiles of `size` rows along `dim`, which may differ from the sharding's."""
+    def retile(self, tile: Tile, sizes: Sequence[int], reason: Reason) -> Tile:
+        """`tile` with tiles of these sizes, which may differ from the sharding's."""
         ...
 
     def stays_unreduced(self, var: Any, tile: Tile, kind: str) -> bool:

@@ -210,8 +210,7 @@ class FactorSplit:
         for tile, dims, (sharding, shape) in operands:
             tile = ctx.reshard(tile, sharding, Reason("operand", name))
             if tile.array.shape != shape:
-                for dim, size in enumerate(shape):
-                    tile = ctx.retile(tile, dim, size, Reason("operand", name))
+                tile = ctx.retile(tile, shape, Reason("operand", name))
             ready.append(mask_for(ctx.place, tile, dims, factors) if factors.reduced else tile)
         arrays = local(ctx, eqn, ready, [shape for _, shape in self.results])
         kind = factors.reduction(self.chosen)
