@@ -90,8 +90,7 @@ class Rows:
         tile, x = self.tile, self.tile.array
         for along in self.along:
             if tile.sharding.splits[along.dim]:
-                windows = along.windows(tile)
-                x = halo.align(place, x, tile.sharding, along.dim, windows, reason)
+                x = halo.align(place, x, tile.sharding, along.dim, along.windows(tile), reason)
             else:
                 first = along.starts[self.splits[along.dim].own]
                 x = halo.window(place, x, along.dim, first, along.width)
@@ -248,10 +247,7 @@ def _before_reshape(made: Made, rows: Rows) -> list[Rows] | None:
 
 
 def _merged(made: Made, dim: int) -> tuple[int, int]:
-    """The operand's dim that a dim begins with, and the rows of the result per row of that.
-
-    These are 0 if dims are not simply merged.
-    """
+    """The operand's dim that a dim begins with, and rows per row of it: 0 if it is not merged."""
     if made.eqn.primitive is not p.reshape_p:
         return dim, 1
     sizes, shape = made.operands[0].shape, made.result.shape

@@ -138,9 +138,6 @@ class Reader(NamedTuple):
     sent: float
 
 
-_NOWHERE = 2**40  # the first of no rows
-
-
 def reader(layers: Sequence[Layer], dim: int, size: int, rows: int, tiles: int) -> Reader | None:
     """Who reads layers of a source with `size` rows, for tiles of a result with `rows`.
 
@@ -159,7 +156,7 @@ def reader(layers: Sequence[Layer], dim: int, size: int, rows: int, tiles: int) 
         some = (starts < max(e[1] for e in ends)) & (starts + counts > min(e[0] for e in ends))
         away = np.maximum(begins - starts, starts + counts - begins - local)[some].sum()
         if axis.stride > 0 and away not in found:
-            starts, counts = np.where(some, starts, _NOWHERE), np.where(some, counts, 0)
+            starts, counts = np.where(some, starts, 2**40), np.where(some, counts, 0)
             found[away] = Reader(own, tuple(starts.tolist()), tuple(counts.tolist()), copies, 0)
     if not found:
         return None
@@ -174,12 +171,12 @@ def reader(layers: Sequence[Layer], dim: int, size: int, rows: int, tiles: int) 
 class Together:
     """What several readers of a source have in common: rows from `low` on for each tile."""
 
+    low = widths = np.zeros(0, np.int64)
     moves: Moves = ()
+    alone = sent = 0.0
 
-    def __init__(self, readers: Sequence[Reader], size: int, tiles: int):
+    def __init__(self, readers: Sequence[Reader], size: int):
         self.are_several, self.readers = len(readers) > 1, list[Reader]()
-        self.low, self.widths = np.arange(tiles) * -(-size // tiles), np.zeros(tiles, np.int64)
-        self.alone = self.sent = 0.0
         for reader in sorted(dict.fromkeys(readers), key=lambda r: 0 in r.counts):
             self._join(reader, size)
 
@@ -189,8 +186,7 @@ class Together:
         copies = _joined_moves([m for r in joined for m in r.copies])
         moves = _with_rows(joined, copies, size)
         starts, counts = (np.array([r[k] for r in joined]) for k in (1, 2))
-        low = starts.min(axis=0)
-        low = np.where(low < _NOWHERE, low, self.low)
+        low = starts.min(axis=0) * (counts > 0).any(axis=0)
         widths = np.where(counts > 0, starts + counts - low, 0).max(axis=0)
         sent = plan_fetch(len(low), size, low, widths, moves).sent
         if are_apart(moves) and (0 not in reader.counts or sent <= self.sent + reader.sent):

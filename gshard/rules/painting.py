@@ -171,7 +171,10 @@ class Painting:
                     masks.append(self._on_tile(split, axis.at // rows))
                     continue
                 if hull := hulls.get(d):
-                    key, tile = (key, d, hull[0]), self._widened(tile, d, hull)
+                    key, rest = (key, d, hull[0]), hull[1]
+                    along = Along(d, rest.low, rest.widths, rest.moves, split)
+                    array = fetch(self.ctx.place, tile, self._reason(d), along)
+                    tile = Tile(array, tile.sharding, tile.shape)
                 elif not layer.is_constant:
                     key, tile = self._rows(key, layer, tile, d)
                 part = part.along(d, Axis(0, rows, axis.dim), 0)
@@ -249,8 +252,7 @@ class Painting:
                     own = [n for n in row_map.layers if row_map.operands[n.source] is var]
                     each = [own] if moves_of(own, dim) else [[n] for n in own]
                     found += [reader(n, dim, size, row_map.shape[dim], split.tiles) for n in each]
-            several, tiles = [r for r in found if r], split.tiles if split else 1
-            self.ctx.rows[var, dim, split] = Together(several, size, tiles)
+            self.ctx.rows[var, dim, split] = Together([r for r in found if r], size)
         return cast(Together, self.ctx.rows[var, dim, split])
 
     def _moving(self, var: Any) -> Sequence[int]:
@@ -290,15 +292,8 @@ class Painting:
         own, together = reader(layers, dim, size, rows, split.tiles), self._together(var, dim)
         if own in together.readers and together.is_less(several):
             return own, together
-        alone = own and Together([own], size, split.tiles)
+        alone = own and Together([own], size)
         return (own, alone) if own and alone and len(alone.moves) > 1 else None
-
-    def _widened(self, tile: Tile, dim: int, hull: Hull) -> Tile:
-        """A source with the rows of a hull."""
-        _, own = hull
-        along = Along(dim, own.low, own.widths, own.moves, self.splits[dim])
-        array = fetch(self.ctx.place, tile, self._reason(dim), along)
-        return Tile(array, tile.sharding, tile.shape)
 
 
 Hull = tuple[Reader, Together]  # one who reads rows, and the rows that are fetched for several

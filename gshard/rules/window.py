@@ -87,8 +87,6 @@ def reach_of(
 
 def bring(ctx: Context, eqn: JaxprEqn, tile: Tile, reaches: Reaches, fill: Any) -> Tile:
     """`tile` with the rows that each device needs, and `fill` outside of the tensor."""
-    if not reaches:
-        return tile
     dims = [dim for dim, *_ in reaches]
     which = " and ".join(map(str, dims))
     reason = Reason("step", eqn.primitive.name, f"rows under the windows of dim {which}")
