@@ -146,6 +146,8 @@ def reader(layers: Sequence[Layer], dim: int, size: int, rows: int, tiles: int) 
     """
     most = max(layers, key=lambda n: (n.axes[dim].rows, -abs(n.axes[dim].at - n.base[dim])))
     axis, moves, found = most.axes[dim], moves_of(layers, dim), dict[int, Reader]()
+    if axis.stride < 0:
+        return None
     local = -(-size // tiles)
     begins = np.arange(tiles) * local
     for turn in (0, size, -size) if moves else (0,):
@@ -155,11 +157,9 @@ def reader(layers: Sequence[Layer], dim: int, size: int, rows: int, tiles: int) 
         starts, counts = own.read(tiles)
         some = (starts < max(e[1] for e in ends)) & (starts + counts > min(e[0] for e in ends))
         away = np.maximum(begins - starts, starts + counts - begins - local)[some].sum()
-        if axis.stride > 0 and away not in found:
-            starts, counts = np.where(some, starts, 2**40), np.where(some, counts, 0)
-            found[away] = Reader(own, tuple(starts.tolist()), tuple(counts.tolist()), copies, 0)
-    if not found:
-        return None
+        starts, counts = np.where(some, starts, 2**40), np.where(some, counts, 0)
+        one = Reader(own, tuple(starts.tolist()), tuple(counts.tolist()), copies, 0)
+        found.setdefault(away, one)
     best = found[min(found)]
     if axis.stride > 1:
         return best._replace(sent=best.rows.sent(size, tiles))

@@ -266,12 +266,12 @@ class Painting:
             self.ctx.rows[var, self.splits] = sorted(set().union(*moved)) if corners else ()
         return cast(Sequence[int], self.ctx.rows[var, self.splits])
 
-    def _hulls(self, layer: Layer) -> dict[int, Hull]:
+    def _hulls(self, layer: Layer) -> dict[int, tuple[Reader, Together]]:
         """The rows that are fetched at once, by dims: those of all row maps, if that sends less.
 
         Where one of them moves rows along two dims, all fetch rows along both, with the corners.
         """
-        number, found = layer.source, dict[int, Hull | None]()
+        number, found = layer.source, dict[int, Any]()
         if layer.is_constant or self.map.at_run_time or not self.shared:
             return {}
         several = self._moving(self.map.operands[number])
@@ -284,7 +284,7 @@ class Painting:
                 found[d] = self._hull([layer], d, bool(several)) if hull == () else hull
         return {d: hull for d, hull in found.items() if hull}
 
-    def _hull(self, layers: Sequence[Layer], dim: int, several: bool) -> Hull | None:
+    def _hull(self, layers: Sequence[Layer], dim: int, several: bool) -> Any:
         """Who reads these layers, and what they have in common with others, if that sends less."""
         var, split = self.map.operands[layers[0].source], self.splits[dim]
         assert split
@@ -294,6 +294,3 @@ class Painting:
             return own, together
         alone = own and Together([own], size)
         return (own, alone) if own and alone and len(alone.moves) > 1 else None
-
-
-Hull = tuple[Reader, Together]  # one who reads rows, and the rows that are fetched for several

@@ -88,15 +88,14 @@ def reach_of(
 def bring(ctx: Context, eqn: JaxprEqn, tile: Tile, reaches: Reaches, fill: Any) -> Tile:
     """`tile` with the rows that each device needs, and `fill` outside of the tensor."""
     dims = [dim for dim, *_ in reaches]
-    which = " and ".join(map(str, dims))
-    reason = Reason("step", eqn.primitive.name, f"rows under the windows of dim {which}")
+    which = f"rows under the windows of dim {' and '.join(map(str, dims))}"
+    reason = Reason("step", eqn.primitive.name, which)
     masked, plain = tile.unmasked or (None, tile)  # rows beyond the end are filled here
     along = [Along(dim, reach.starts, reach.rows) for dim, reach, _ in reaches]
     x = fetch(ctx.place, plain if masked in dims else tile, reason, *along)
     brought = Tile(x, tile.sharding, tile.shape)
     for dim, reach, _ in reaches if fill is not None else ():
-        inside = existing(ctx, brought, dim, reach.starts)
-        if inside is not None:
+        if (inside := existing(ctx, brought, dim, reach.starts)) is not None:
             x = lax.select(inside, brought.array, jnp.full(x.shape, fill, x.dtype))
             brought = brought.holding(x)
     return brought
@@ -212,8 +211,7 @@ def conv_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -
     padding = list(params["padding"])
     kernel = rhs.array
     unaligned, under = Reaches(), Reaches()
-    both = (lhs.sharding, rhs.sharding)
-    for i, reach, split in conv_reaches(eqn, both, rhs.array.shape, local):
+    for i, reach, split in conv_reaches(eqn, [t.sharding for t in tiles], rhs.array.shape, local):
         l, r, o = (spec[2 + i] for spec in (lhs_spec, rhs_spec, out_spec))
         if rhs.sharding.splits[r]:
             # This device's part of the window behind `lead` zeros: the paper's "pad the window".
