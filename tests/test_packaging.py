@@ -46,7 +46,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel):
     assert packed == ours
     assert "gshard/py.typed" in packed
     kinds = {Path(name).suffix for name in packed}
-    assert kinds == {".py", ".typed", ".toml", ".html", ".css", ".js"}
+    assert kinds == {".py", ".typed", ".toml", ".json", ".md", ".sh", ".html", ".css", ".js"}
 
 
 def test_the_wheel_says_whose_it_is_and_what_it_needs(wheel):
