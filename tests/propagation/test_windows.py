@@ -195,3 +195,20 @@ def test_borders_of_maxima():
     x = -1 - abs(random_array((64, 3)))
     low = check(fn, x, inputs=[even_split(2, 0, 8)])
     assert sent(low) == 2 * x[:1].nbytes, low.collectives
+
+
+@pytest.mark.parametrize("mode", ["edge", "reflect"])
+def test_the_gradient_of_a_convolution_that_has_a_batch_of_one(mode):
+    """Windows of it lose two dims, and are windows of the field all the same."""
+    kernel = random_array((1, 1, 3, 3), seed=1)
+
+    def fn(u):
+        q = jnp.pad(u, 1, mode=mode)[None, None]
+        return lax.conv_general_dilated(q, kernel, (1, 1), "VALID")[0, 0]
+
+    def gradient(u):
+        return jax.grad(lambda u: jnp.sum(jnp.sin(fn(u))))(u)
+
+    split = [even_split(2, 0, 8)]
+    low = check(gradient, random_array((64, 12)), inputs=split, outputs=split, rtol=1e-4, atol=1e-4)
+    assert sent(low) <= 4 * 12 * 4, low.collectives
