@@ -1,8 +1,8 @@
 """Search, for problems that stay too large to be solved at once.
 
 Prices on memory and messages along the edges (`dual`) give a bound and say which strategies look
-good. All strategies of some nodes, or those of all nodes that cost little more (a neighbourhood of
-the best answer), are a smaller problem: it is presolved and solved exactly.
+good. A part of the strategies of all nodes (a kernel), or all strategies of some nodes (a
+neighbourhood), is a smaller problem: it is presolved and solved exactly, around the best answer.
 
 Draws take turns with that; what has gained more gets more time. With prices in place of the limit
 the best answer holds too much at some times and too little at others, so the prices of each node
@@ -27,14 +27,14 @@ from gshard.autosharding.solver.ilp import NOTHING, Result, solve_exactly
 from gshard.autosharding.solver.presolve import ProblemGraph, by_node, presolve, profile_of
 from gshard.autosharding.solver.problem import Bools, Floats, Ints, NoAnswerError, Problem
 
-# The share of the time that is left that one neighbourhood or draw may take. (On K of the contest,
-# both in turn found an answer that costs 5% less than draws alone.)
+# The share of the time that is left that one kernel, neighbourhood or draw may take. (On K of the
+# contest, neighbourhoods and draws in turn found an answer that costs 5% less than draws alone.)
 _SHARE = 0.06
 
-_FIRST_PAIRS = 4_000  # of strategies, of a neighbourhood: HiGHS proves these in a second
+# Pairs of strategies of the first kernel, and of a neighbourhood: HiGHS proves these in seconds.
+_FIRST_PAIRS = 20_000
 
 _LARGEST_TABLE = 1 << 18  # entries that a pass computes to eliminate a node
-_WHOLE = 3  # draws of all nodes, at least
 _ORDERS = 4  # in which memory is granted in a draw
 _PASSES = 6  # over the nodes under prices; later ones change next to nothing
 
@@ -169,12 +169,12 @@ class Search:
         """Search until the best answer is proven or time runs out."""
         every = range(len(self.problem.costs))
         self.prices.ascend(self.clock.part(0.2 * self.left), 400)
-        size, draws = _FIRST_PAIRS, 0
-        while self.left > 0 or (self.best.answer is None and not draws):  # one in any case
-            if self.best.answer is None or draws < _WHOLE:
+        for number in range(3):
+            if self.left > 0 or (self.best.answer is None and not number):  # one in any case
                 self._found(self.draw(every))
-                draws += 1
-                continue
+        self._solve_kernels()
+        size = _FIRST_PAIRS // 5
+        while self.left > 0 and self.best.answer is not None:
             share = min(max(self.gains[0] / sum(self.gains), 0.2), 0.8)
             began, before = self.clock.left, self.best.cost
             if drawn := self.random.random() < share:
@@ -227,7 +227,7 @@ class Search:
         self.clock.charge(WORK.draw)
         best = self.best.answer
         scale = float(self.random.choice((0.3, 0.5, 0.8, 1.0, 1.3)))
-        scale *= 2.0 ** min(self.failures, 30) if best is None else 1.0
+        scale *= 2.0**self.failures if best is None else 1.0
         noise = self.random.uniform(0.7, 1.4, len(self.tables))
         pairs = zip(self.problem.costs, self.prices.costs(scale), noise, strict=True)
         costs = [cost + (priced - cost) * change for cost, priced, change in pairs]
@@ -319,6 +319,26 @@ class Search:
             total = sum(counts[e.first] * counts[e.second] for e in self.problem.edges)
             low, high = (low, middle) if total > pairs else (middle, high)
         return [k | (s <= low) for k, s in zip(kept, scores, strict=True)]
+
+    def _solve_kernels(self) -> None:
+        """Solve growing kernels, as long as that is quick or nothing was found: strategies with the
+        least margins, and of each node that of the best answer and that which holds least."""
+        pairs = _FIRST_PAIRS
+        while self.left > 0 and pairs <= 4 * self.problem.pairs:
+            began, margins = self.clock.left, self.prices.margins
+            kept = self._threshold([np.zeros(len(m), dtype=bool) for m in margins], margins, pairs)
+            for node, own in enumerate(kept):
+                own |= margins[node] <= margins[node].min()
+                own[self.slack.least[node]] = True
+                if self.best.answer is not None:
+                    own[self.best.answer[node]] = True
+            solved, _ = self._solve(kept, _SHARE * self.left)
+            quick = began - self.clock.left < 0.5 * _SHARE * self.left
+            if self.best.answer is not None and not (solved and quick):
+                break
+            pairs *= 2 if quick else 1
+            if not quick:  # and nothing was found: other prices have other margins
+                self.prices.ascend(self.clock.part(0.1 * self.left), 50)
 
     def _improve_neighbourhood(self, size: int) -> int:
         """Free a neighbourhood of about `size` pairs; returns the next size."""
