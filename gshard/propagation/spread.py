@@ -12,9 +12,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 from gshard.graph.source import source_of
 from gshard.propagation.flow import Edge, Flow
-from gshard.rules.base.rule import rowwise
+from gshard.rules.base.rule import RULES, factors_of
 from gshard.tensors.factors import Factor, compose, decompose
 from gshard.tensors.sharding import Sharding, Split, fitting_part
 
@@ -245,3 +247,21 @@ def _preferences(edge: Edge, splits: Sequence[Sequence[Split | None]]) -> dict[F
     favourite = {f: max(tally, key=tally.__getitem__) for f, tally in votes.items()}
     order = sorted(favourite, key=lambda f: (f not in factors.priority, -votes[f][favourite[f]]))
     return {f: favourite[f] for f in order}
+
+
+def rowwise(eqn: JaxprEqn, factor: Factor) -> bool:
+    """Whether each row of the results along `factor` depends on that row of the operands only.
+
+    Such an operator runs on any rows in any order, so also on tiles that are ragged. A rule with
+    ways of its own whose factors do not say which are `ordered` may tell all rows apart.
+    """
+    rule = RULES.get(eqn.primitive)
+    if rule is None:
+        return False
+    factors = factors_of(rule, eqn)
+    ordered = factors.sizes if factors.ordered is None and not rule.by_factors else factors.ordered
+    if factor in {*factors.reduced, *factors.replicated, *factors.resized, *(ordered or ())}:
+        return False
+    tensors = [[d for d in t if factor in d] for t in (*factors.operands, *factors.results)]
+    in_results = any(factor in d for t in factors.results for d in t)
+    return in_results and all(found in ([], [(factor,)]) for found in tensors)

@@ -23,7 +23,6 @@ from gshard.moving.partial import combine, combine_cost, reducing_groups
 from gshard.moving.plan import reshard_cost
 from gshard.rules.base.ragged_rows import Bounds, ExpertGroups, bounds, put_rows_p, take_rows_p
 from gshard.rules.base.rule import Context, Doc, Way, rule
-from gshard.rules.contraction import ragged_dot_general_p
 from gshard.rules.indexing import roles_of
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors
@@ -254,28 +253,6 @@ def _replicated(ctx: Context, tile: Tile) -> jax.Array:
 
 
 # ---------------------------------------------------------------- which equations are by rows
-
-
-def is_ragged(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a `ragged_dot` with rows in the leading dim."""
-    if eqn.primitive is not ragged_dot_general_p or any(isinstance(a, Literal) for a in eqn.invars):
-        return False
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    plain = not any(numbers.dot_dimension_numbers[1]) and len(eqn.invars[2].aval.shape) == 1
-    return plain and tuple(numbers.lhs_ragged_dimensions) == (0,)
-
-
-def multiplies_rows(eqn: JaxprEqn) -> bool:
-    """Whether it multiplies each row with its group's matrix."""
-    return is_ragged(eqn) and bool(eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
-
-
-def sums_rows(eqn: JaxprEqn) -> bool:
-    """Whether it sums, for each group, the products of its rows."""
-    if not is_ragged(eqn) or multiplies_rows(eqn):
-        return False
-    contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
-    return tuple(map(tuple, contracted)) == ((0,), (0,))
 
 
 def takes_rows(eqn: JaxprEqn) -> dict[str, Any] | None:

@@ -34,7 +34,7 @@ from gshard.graph.reason import Reason
 from gshard.moving.costs import timed
 from gshard.moving.fetch import Along, fetch
 from gshard.moving.halo import window
-from gshard.moving.row_windows import plan_fetch
+from gshard.moving.row_windows import Widths, plan_fetch
 from gshard.rules.base.rule import Context, Doc, Rule, Way, register
 from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import Dim, Factors, Shape, combining
@@ -53,7 +53,7 @@ class Reach:
     """
 
     starts: np.ndarray
-    rows: int
+    rows: Widths
     padding: tuple[int, int]
     lead: np.ndarray
     count: int
@@ -86,7 +86,7 @@ def reach_of(
 
 
 def bring(ctx: Context, eqn: JaxprEqn, tile: Tile, reaches: Reaches, fill: Any) -> Tile:
-    """`tile` with the rows that each device needs, and `fill` outside of the tensor."""
+    """`tile` with the rows that each device needs, and `fill` outside of them and the tensor."""
     dims = [dim for dim, *_ in reaches]
     which = f"rows under the windows of dim {' and '.join(map(str, dims))}"
     reason = Reason("step", eqn.primitive.name, which)
@@ -95,29 +95,35 @@ def bring(ctx: Context, eqn: JaxprEqn, tile: Tile, reaches: Reaches, fill: Any) 
     x = fetch(ctx.place, plain if masked in dims else tile, reason, *along)
     brought = Tile(x, tile.sharding, tile.shape)
     for dim, reach, _ in reaches if fill is not None else ():
-        if (inside := existing(ctx, brought, dim, reach.starts)) is not None:
+        if (inside := existing(ctx, brought, dim, reach.starts, reach.rows)) is not None:
             x = lax.select(inside, brought.array, jnp.full(x.shape, fill, x.dtype))
             brought = brought.holding(x)
     return brought
 
 
-def existing(ctx: Context, tile: Tile, dim: int, starts: np.ndarray) -> jax.Array | None:
-    """Which rows of tiles that begin at `starts` are rows of the tensor; None if all are."""
-    split, size, rows = tile.sharding.splits[dim], tile.shape[dim], tile.array.shape[dim]
+def existing(
+    ctx: Context, tile: Tile, dim: int, starts: np.ndarray, rows: Widths = 0
+) -> jax.Array | None:
+    """Which rows from `starts` on are of the tensor, and a tile's own `rows`; None if all are."""
+    split, size, place = tile.sharding.splits[dim], tile.shape[dim], ctx.place
     assert split
-    if ((starts >= 0) & (starts + rows <= size)).all():
+    if ((starts >= 0) & (starts + tile.array.shape[dim] <= size)).all() and np.ndim(rows) == 0:
         return None
-    return rows_within(tile.array.shape, dim, ctx.place.of_tile(split, starts), 0, size)
+    end = place.of_tile(split, np.minimum(starts + rows, size)) if np.ndim(rows) else size
+    return rows_within(tile.array.shape, dim, place.of_tile(split, starts), 0, end)
 
 
 # ---------------------------------------------------------------- convolution
 
 
-def conv_factors(eqn: JaxprEqn, split_windows: Collection[int] = ()) -> Factors:
+def conv_factors(
+    eqn: JaxprEqn, split_windows: Collection[int] = (), whole_groups: bool = False
+) -> Factors:
     """Batch `n`, input features `k`, output features `o`, groups `g`, and spatial dims `s`.
 
     A spatial factor joins base and result; or base and window, and is summed, if the window reaches
-    farther than it moves, or is one of the `split_windows`.
+    farther than it moves, or is one of the `split_windows`. The features `c` of groups are split
+    anywhere, as spatial dims are; or where groups are, as `g`, if these are to stay whole.
     """
     lhs_spec, rhs_spec, out_spec = eqn.params["dimension_numbers"]
     base, kernel, result = (v.aval.shape for v in (*eqn.invars, *eqn.outvars))
@@ -132,11 +138,15 @@ def conv_factors(eqn: JaxprEqn, split_windows: Collection[int] = ()) -> Factors:
     lhs[lhs_spec[1]] = (*group, "k") if by_feature > 1 else ("k",)
     rhs[rhs_spec[0]] = out[out_spec[1]] = (*group, "o")
     rhs[rhs_spec[1]], out[out_spec[0]] = ("k",), ("n",)
+    if group and not whole_groups:
+        lhs[lhs_spec[by_batch == 1]] = rhs[rhs_spec[0]] = out[out_spec[1]] = ("c",)
+        tensor, dim = (rhs, rhs_spec[1]) if by_feature > 1 else (out, out_spec[0])
+        tensor[dim] = ()
     sizes = {
         "n": result[out_spec[0]],
         "k": kernel[rhs_spec[1]],
         "o": kernel[rhs_spec[0]] // groups,
-        **({"g": groups} if group else {}),
+        **({"g": groups, "c": kernel[rhs_spec[0]]} if group else {}),
     }
     reduced, strides, gaps = {"k": "sum"}, eqn.params["window_strides"], eqn.params["rhs_dilation"]
     for i, (l, r, o) in enumerate(zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)):
@@ -156,7 +166,7 @@ def halo_cost(here: Sharding, atom: Any, reaches: Reaches) -> float:
     for dim, reach, split in reaches:
         plan = plan_fetch(split.tiles, shape[dim], reach.starts, reach.rows, rows=local[dim])
         sent.append(plan.sent * row_bytes(local, dim, atom.aval.dtype))
-        local[dim] = reach.rows
+        local[dim] = int(np.max(reach.rows))
     return timed(sum(sent), sum(map(bool, sent)))
 
 
@@ -180,18 +190,44 @@ def conv_reaches(
         yield i, reach_of(split.tiles, *items, *where), split
 
 
+def group_reach(eqn: JaxprEqn, shardings: Shardings, rows: int) -> Reaches:
+    """The features of the groups that a device's `rows` of the result are of; none if they are its.
+
+    It computes all results of these groups, with zeros for the kernels that it has not.
+    """
+    (lhs_spec, rhs_spec, _), params = eqn.params["dimension_numbers"], eqn.params
+    (base, kernel), (here, there) = (a.aval.shape for a in eqn.invars), shardings
+    groups = max(params["feature_group_count"], params["batch_group_count"])
+    dim = lhs_spec[params["batch_group_count"] == 1]
+    split, size = here.splits[dim], kernel[rhs_spec[0]]
+    if groups == 1 or split is None or split is not there.splits[rhs_spec[0]] or not size:
+        return []
+    wide, each, whole = size // groups, base[dim] // groups, split.rows(groups)
+    if (rows, split.rows(base[dim])) == (whole * wide, whole * each):
+        return []
+    begin = np.minimum(np.arange(split.tiles) * rows, size - 1)
+    first, end = begin // wide, -(-np.minimum(begin + rows, size) // wide)
+    lead, most = begin - first * wide, int((end - first).max()) * wide
+    return [(dim, Reach(first * each, (end - first) * each, (0, 0), lead, most), split)]
+
+
 def conv_ways(eqn: JaxprEqn, shardings: Shardings, targets: Targets, limit: int) -> Iterator[Way]:
     """Spatial splits stay: they cost halos, and partial sums where the window is split too."""
-    rhs_spec = eqn.params["dimension_numbers"][1]
+    lhs_spec, rhs_spec, _ = eqn.params["dimension_numbers"]
     split_windows = [i for i, r in enumerate(rhs_spec[2:]) if shardings[1].splits[r]]
-    factors = conv_factors(eqn, split_windows)
-    spatial = [f for f in factors.sizes if f[0] == "s"]
-    lhs_spec = eqn.params["dimension_numbers"][0]
-    for way in by_factors(eqn, factors, shardings, targets, kept=spatial):
-        (_, (_, part)), ((_, local),) = way.how.operands, way.how.results
-        found = conv_reaches(eqn, way.operands, part, local)
-        reaches = [(lhs_spec[2 + i], reach, split) for i, reach, split in found]
-        yield way._replace(sent=halo_cost(way.operands[0], eqn.invars[0], reaches))
+    grouped = max(eqn.params["feature_group_count"], eqn.params["batch_group_count"]) > 1
+    for whole_groups in (True, False)[: 1 + grouped]:
+        factors = conv_factors(eqn, split_windows, whole_groups)
+        spatial = [f for f in factors.sizes if f[0] == "s"]
+        for way in by_factors(eqn, factors, shardings, targets, kept=spatial):
+            (_, (_, part)), ((_, local),) = way.how.operands, way.how.results
+            standard = zip(way.how.operands, eqn.invars, strict=True)
+            if grouped and any(n != s.local_shape(a.aval.shape) for (s, n), a in standard):
+                continue  # tiles of whole groups are of other sizes
+            found = conv_reaches(eqn, way.operands, part, local)
+            reaches = [(lhs_spec[2 + i], reach, split) for i, reach, split in found]
+            reaches += group_reach(eqn, way.operands, part[rhs_spec[0]])
+            yield way._replace(sent=halo_cost(way.operands[0], eqn.invars[0], reaches))
 
 
 def conv_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -> list[jax.Array]:
@@ -205,13 +241,14 @@ def conv_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -
     if max(params["feature_group_count"], params["batch_group_count"]) > 1:
         # Backends run groups as one convolution and mask products of different groups by zeros.
         lhs, rhs = lhs.masked(place, 0, lhs_spec[:2]), rhs.masked(place, 0, rhs_spec[:1])
-    groups = lhs.array.shape[lhs_spec[1]] // rhs.array.shape[rhs_spec[1]]
-    params["feature_group_count"] = groups
-    params["batch_group_count"] = lhs.array.shape[lhs_spec[0]] // local[out_spec[0]]
     padding = list(params["padding"])
     kernel = rhs.array
-    unaligned, under = Reaches(), Reaches()
-    for i, reach, split in conv_reaches(eqn, [t.sharding for t in tiles], rhs.array.shape, local):
+    shardings = [t.sharding for t in tiles]
+    unaligned, under = Reaches(), group_reach(eqn, shardings, kernel.shape[rhs_spec[0]])
+    for _, reach, split in under:
+        kernel = window(place, kernel, rhs_spec[0], -reach.lead[split.own], reach.count, 0)
+        unaligned.append((out_spec[1], reach, split))
+    for i, reach, split in conv_reaches(eqn, shardings, rhs.array.shape, local):
         l, r, o = (spec[2 + i] for spec in (lhs_spec, rhs_spec, out_spec))
         if rhs.sharding.splits[r]:
             # This device's part of the window behind `lead` zeros: the paper's "pad the window".
@@ -221,6 +258,8 @@ def conv_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: list[Shape]) -
         under.append((l, reach, split))
         padding[i] = reach.padding
     lhs = bring(ctx, eqn, lhs, under, 0)
+    params["feature_group_count"] = lhs.array.shape[lhs_spec[1]] // kernel.shape[rhs_spec[1]]
+    params["batch_group_count"] = lhs.array.shape[lhs_spec[0]] // local[out_spec[0]]
     out = eqn.primitive.bind(lhs.array, kernel, **(params | {"padding": tuple(padding)}))
     return [own_results(ctx, out, unaligned, local)]
 

@@ -13,6 +13,7 @@ from tests.oracle import (
     DEVICE_COUNTS,
     assignments,
     check,
+    check_grad,
     even_split,
     kinds,
     random_array,
@@ -134,6 +135,25 @@ def test_groups_split_along_features_are_free(groups, devices):
     )
     if groups % devices == 0 or devices > groups:
         assert sent(lowered) == 0
+
+
+CUT = [(6, 8, 8, 10), (12, 4, 4, 2), (10, 2, 4, None), (3, 5, 7, None), (20, 1, 2, None)]
+
+
+@pytest.mark.parametrize(("groups", "inputs", "outputs", "rows"), CUT)
+def test_features_of_groups_that_tiles_cut_are_fetched(groups, inputs, outputs, rows):
+    """Those of the groups that a device has results of, with zeros for the other results."""
+    x = random_array((2, groups * inputs, 9))
+    kernel = random_array((groups * outputs, inputs, 3), seed=1)
+    split, fn = even_split(3, 1, 8), conv(1, (1, 1), groups=groups)
+    how = {"inputs": [split, even_split(3, 0, 8)], "rtol": 1e-4, "atol": 1e-4}
+    low = check(fn, x, kernel, outputs=[split], **how)
+    assert set(kinds(low)) <= {"collective_permute"}
+    if rows:
+        assert sent(low) == rows * x.nbytes // x.shape[1]
+    check_grad(lambda *xs: jnp.tanh(fn(*xs)), x, kernel, argnums=(0, 1), **how)
+    how["inputs"] = [None, even_split(3, 0, 8)]  # all features are on all devices
+    assert sent(check(fn, x, kernel, outputs=[split], **how)) <= sent(low)
 
 
 def test_batch_groups_split_along_groups_are_free():

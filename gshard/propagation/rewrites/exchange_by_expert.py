@@ -25,9 +25,11 @@ from gshard.graph import Graph, at_every_level, filling, in_order, live, needed_
 from gshard.graph.evaluate import equations_of
 from gshard.graph.source import source_of
 from gshard.moving.steps import copies_as_split
+from gshard.propagation.spread import rowwise
 from gshard.rules.base.ragged_rows import ExpertGroups, grouped_dot_p, put_rows_p, take_rows_p
-from gshard.rules.base.rule import RULES, equation_key, factors_of, rowwise
-from gshard.rules.grouped import is_ragged, multiplies_rows, puts_rows, sums_rows, takes_rows
+from gshard.rules.base.rule import RULES, equation_key, factors_of
+from gshard.rules.contraction import ragged_dot_general_p
+from gshard.rules.grouped import puts_rows, takes_rows
 from gshard.tensors.annotate import Annotation, annotate_p
 from gshard.tensors.factors import Factor
 from gshard.tensors.sharding import Sharding, Split, compatible
@@ -42,7 +44,7 @@ def exchange_by_expert(
     Variables outside the rewritten region stay the same. `remarks` gets a line for every ragged
     product: whether its rows are exchanged. `numbers` tell lists of sizes apart.
     """
-    if not any(map(multiplies_rows, jaxpr.eqns)):
+    if not any(map(_multiplies_rows, jaxpr.eqns)):
         return jaxpr
     eqns = _one_variable_for_sizes(jaxpr.eqns)
     found = _groups(eqns, shardings, numbers, remarks)
@@ -66,7 +68,7 @@ def _one_variable_for_sizes(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
             same[eqn.outvars[0]] = first.setdefault((kind, *operands), eqn.outvars[0])
     return [
         eqn.replace(invars=[*eqn.invars[:2], same.get(eqn.invars[2], eqn.invars[2])])
-        if is_ragged(eqn)
+        if _is_ragged(eqn)
         else eqn
         for eqn in eqns
     ]
@@ -80,7 +82,7 @@ def _groups(
 ) -> dict[Any, ExpertGroups]:
     """The groups that are split, by the variable of their sizes."""
     found: dict[Any, ExpertGroups] = {}
-    for eqn in filter(multiplies_rows, eqns):
+    for eqn in filter(_multiplies_rows, eqns):
         (lhs, rhs, sizes), here = eqn.invars, shardings[eqn.invars[1]]
         (dim,) = eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
         split, rows = None if here.manual else here.splits[dim], lhs.aval.shape[0]
@@ -127,7 +129,7 @@ class _ExpertRegion:
         """Find the variables with the sorted rows, connected by row-wise operators."""
         for eqn in self.products():
             self.members[eqn.invars[0]] = 0
-            self.members[eqn.outvars[0] if multiplies_rows(eqn) else eqn.invars[1]] = 0
+            self.members[eqn.outvars[0] if _multiplies_rows(eqn) else eqn.invars[1]] = 0
         before = -1
         while before != len(self.members):
             before = len(self.members)
@@ -181,7 +183,7 @@ class _ExpertRegion:
     def products(self) -> Iterator[JaxprEqn]:
         """The products by these sizes."""
         for eqn in self.eqns:
-            by_sizes = (multiplies_rows(eqn) or sums_rows(eqn)) and eqn.invars[2] is self.sizes
+            by_sizes = (_multiplies_rows(eqn) or _sums_rows(eqn)) and eqn.invars[2] is self.sizes
             if by_sizes and eqn.invars[0].aval.shape[0] == self.groups.rows:
                 yield eqn
 
@@ -219,7 +221,7 @@ class _ExpertRegion:
         lhs, rhs, sizes = eqn.invars
         kept = ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")
         params = {"groups": self.groups, **{k: eqn.params[k] for k in kept}}
-        if multiplies_rows(eqn):
+        if _multiplies_rows(eqn):
             invars = [self.expert_major(lhs), self.read(rhs), sizes]
             moved = self.moved_var(eqn.outvars[0])
             self.emit(eqn, invars, outvars=[moved], primitive=grouped_dot_p, params=params)
@@ -359,3 +361,25 @@ class _ExpertRegion:
         invars = [self.moved[source], self.sizes, self.read(eqn.invars[1])]
         self.emit_token_major(eqn, eqn.outvars[0], invars, self.groups.parts, take_rows_p, params)
         return True
+
+
+def _is_ragged(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `ragged_dot` with rows in the leading dim."""
+    if eqn.primitive is not ragged_dot_general_p or any(isinstance(a, Literal) for a in eqn.invars):
+        return False
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    plain = not any(numbers.dot_dimension_numbers[1]) and len(eqn.invars[2].aval.shape) == 1
+    return plain and tuple(numbers.lhs_ragged_dimensions) == (0,)
+
+
+def _multiplies_rows(eqn: JaxprEqn) -> bool:
+    """Whether it multiplies each row with its group's matrix."""
+    return _is_ragged(eqn) and bool(eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
+
+
+def _sums_rows(eqn: JaxprEqn) -> bool:
+    """Whether it sums, for each group, the products of its rows."""
+    if not _is_ragged(eqn) or _multiplies_rows(eqn):
+        return False
+    contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
+    return tuple(map(tuple, contracted)) == ((0,), (0,))

@@ -360,21 +360,3 @@ def factors_of(rule: Rule, eqn: JaxprEqn, key: int | None = None) -> Factors:
         found = rule.factors(eqn)
         REMEMBERED.add(REMEMBERED.factors, (rule.factors, key), found)
     return found
-
-
-def rowwise(eqn: JaxprEqn, factor: Factor) -> bool:
-    """Whether each row of the results along `factor` depends on that row of the operands only.
-
-    Such an operator runs on any rows in any order, so also on tiles that are ragged. A rule with
-    ways of its own whose factors do not say which are `ordered` may tell all rows apart.
-    """
-    rule = RULES.get(eqn.primitive)
-    if rule is None:
-        return False
-    factors = factors_of(rule, eqn)
-    ordered = factors.sizes if factors.ordered is None and not rule.by_factors else factors.ordered
-    if factor in {*factors.reduced, *factors.replicated, *factors.resized, *(ordered or ())}:
-        return False
-    tensors = [[d for d in t if factor in d] for t in (*factors.operands, *factors.results)]
-    in_results = any(factor in d for t in factors.results for d in t)
-    return in_results and all(found in ([], [(factor,)]) for found in tensors)

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from gshard.propagation.spread import rowwise
 from gshard.rules import RULES
-from gshard.rules.base.rule import factors_of, rowwise
+from gshard.rules.base.rule import factors_of
 from tests.oracle import random_array
 
 N = 4  # of every dim, so that a wrong one has the right size
