@@ -219,8 +219,9 @@ def _on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | 
 def _gather_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Sequence[Any]) -> Arrays:
     """From tables with all rows; windows are as long as the tile where they are as their dim."""
     indices, windows = tiles[1], IndexedWindows(ctx, roles_of(eqn), {}, *tiles)
-    all_of_them = indices.array.shape == eqn.invars[1].aval.shape  # and no padding
-    in_order = eqn.params["indices_are_sorted"] and all_of_them
+    here = indices.sharding.local_shape(eqn.invars[1].aval.shape)  # rows made again may be others
+    no_others = indices.array.shape == here and not indices.padded_dims()
+    in_order = eqn.params["indices_are_sorted"] and no_others
     params = eqn.params | {"slice_sizes": windows.sizes, "indices_are_sorted": in_order}
     return [eqn.primitive.bind(*(t.array for t in tiles), **params)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -165,6 +165,9 @@ class UnevenArray(jax.Array):
             raise TypeError("len() of unsized object")
         return self._shape[0]
 
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed(self.gathered())
+
     def __repr__(self) -> str:
         if not self.is_fully_addressable:
             return f"UnevenArray(shape={self.shape}, dtype={self.dtype}, {self.tiling})"
@@ -211,7 +214,7 @@ _delegate(
 # Libraries that save arrays by shards expect shards of equal shape.
 _delegate(
     UnevenArray, lambda self: self.gathered(), "addressable_shards", "global_shards",
-    "addressable_data", "__getitem__", "__iter__", "__reversed__",
+    "addressable_data", "__getitem__", "__iter__",
 )  # fmt: skip
 
 

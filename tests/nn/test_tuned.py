@@ -70,7 +70,9 @@ def test_layers_written_out_are_the_scanned_ones():
     (got, got_metrics), got_grads = value(unstacked(model))
     np.testing.assert_allclose(got, want, rtol=1e-6)
     close(got_metrics, want_metrics, rtol=1e-5, atol=1e-6)
-    close(got_grads, unstacked(want_grads), rtol=1e-4, atol=1e-6)
+    # LLVM's first level (tests/conftest.py) contracts other products and sums in a loop.
+    for a, b in zip(*map(jax.tree.leaves, (got_grads, unstacked(want_grads))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5 * np.abs(b).max())
 
 
 @pytest.mark.slow

@@ -185,7 +185,8 @@ def test_values(name, mesh):
     got = tiny.Partitioned(lambda *a: fn(tiny.annotate, *a), mesh, *args)(*args)
     expected = jax.tree.leaves(fn(lambda v, *_: v, *args))
     for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        rounding = 1e-7 * np.abs(b).max()  # of sums that nearly cancel, beside values of 20,000
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=max(1e-4, rounding))
 
 
 def test_reasons_name_the_line(mesh):

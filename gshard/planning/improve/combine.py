@@ -205,7 +205,8 @@ def _written(combination: Combination) -> list[JaxprEqn]:
         member = members[int(step.detail)]
         return member, replace(reason_of(member), values=step.values)
 
-    code = _code(nodes, shapes, dtype, cost_model().rings and _is_exchanged(combination))
+    by_exchange = cost_model().rings and _is_exchanged(combination)
+    code = _code(nodes, shapes, dtype, costs.AT_ONCE if by_exchange else None)
     return inlined(code, operands, results, origin)
 
 
@@ -214,11 +215,12 @@ def _written(combination: Combination) -> list[JaxprEqn]:
 
 @cached
 def _code(
-    nodes: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], dtype: Any, by_exchange: bool
+    nodes: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], dtype: Any, at_once: int | None
 ) -> Code:
     """The code of nodes that are collectives and differ only in their operands and dims.
 
-    The reason of an equation has the number of the member whose line it is on.
+    With `at_once`, it is AllToAlls: one for up to as many bytes. The reason of an equation has the
+    number of the member whose line it is on.
     """
     reasons = [Reason("member", detail=str(number)) for number in range(len(nodes))]
     node = replace(nodes[0], reason=replace(reasons[0], values=len(nodes)))
@@ -230,8 +232,8 @@ def _code(
                 rows.append(_as_rows(own, x))
         with because(node.reason):
             packed = lax.concatenate(rows, rows[0].ndim - 1)
-            if by_exchange:
-                whole = _exchanged(node, packed)
+            if at_once is not None:
+                whole = _exchanged(node, packed, at_once)
             elif isinstance(node, ReduceScatter):
                 whole = add_node(replace(node, dim=0), lax.reshape(packed, (packed.size,)))
             elif isinstance(node, AllGather):
@@ -251,7 +253,7 @@ def _code(
     return Code.of(run, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
 
 
-def _exchanged(node: CollectiveNode, packed: jax.Array) -> jax.Array:
+def _exchanged(node: CollectiveNode, packed: jax.Array, at_once: int) -> jax.Array:
     """The collective of all operands, made of AllToAlls; an AllReduce may be padded.
 
     In an AllReduce each member sums one part and sends the sum to all others. Few numbers are sent
@@ -271,7 +273,7 @@ def _exchanged(node: CollectiveNode, packed: jax.Array) -> jax.Array:
         return _reduced(exchange(packed), lax.reduce_sum)
     assert isinstance(node, AllReduce)
     reduce = {"sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min}[node.kind]
-    if packed.size <= 2 or packed.nbytes * members <= costs.AT_ONCE:
+    if packed.size <= 2 or packed.nbytes * members <= at_once:
         return _reduced(lax.reshape(to_all(packed), (members, packed.size)), reduce)
     parts = lax.pad(packed, packed.dtype.type(0), [(0, -packed.size % members, 0)])
     parts = lax.reshape(parts, (members, parts.size // members))
