@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
-from jax.extend.core import primitives as p
 
 from gshard._jax import Var
 from gshard.capture.simplify.painting import painting
@@ -21,7 +20,7 @@ from gshard.moving.reductions import identity
 from gshard.propagation.spaces import Place
 from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import RULES, Elementwise
-from gshard.rules.window_reduce import POOLS
+from gshard.rules.window_reduce import POOLS, WINDOWED
 from gshard.tensors.sharding import Split
 
 Paint = Callable[[Any, Sequence[Layer]], Iterator[JaxprEqn]]  # a result, and its layers
@@ -41,7 +40,7 @@ class _Window(NamedTuple):
 
 def has_windows(eqn: JaxprEqn) -> bool:
     """Whether it is a convolution or a pool."""
-    return eqn.primitive in (p.conv_general_dilated_p, *POOLS)
+    return eqn.primitive in WINDOWED
 
 
 def _windows(eqn: JaxprEqn) -> Iterator[_Window]:

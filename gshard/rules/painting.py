@@ -19,6 +19,7 @@ from gshard.moving.fetch import Along, fetch
 from gshard.rules.axis_rows import AxisRows, Reader, Together, moves_of, reader
 from gshard.rules.base.layers import ROW_MAPS, layers_of
 from gshard.rules.base.rule import Context
+from gshard.rules.window_reduce import WINDOWED
 from gshard.tensors.painting import Mask, all_of, any_of, painted
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, rows_within
@@ -151,9 +152,12 @@ class Painting:
         """A layer of local arrays, and which elements of it are painted."""
         key: Any = layer.source
         tile, part, masks = self.tiles[layer.source], layer, list[Mask]()
-        dims = range(len(self.splits)) if layer.is_constant else (
-            self.map.order(tile.sharding, tile.shape))  # fmt: skip
         hulls = self._hulls(layer)
+        dims = [*range(len(self.splits))]
+        if not layer.is_constant:
+            dims = self.map.order(tile.sharding, tile.shape)
+        if len(hulls) > 1:  # in the order in which all row maps of the source fetch them
+            dims = [*hulls, *(d for d in dims if d not in hulls)]
         for d in dims:
             split, axis, rows = self.splits[d], layer.axes[d], self.local[d]
             here = None if layer.is_constant else tile.sharding.splits[d]
@@ -237,11 +241,17 @@ class Painting:
         """The row maps that read a source, and the splits of their results."""
         known = self.ctx.rows
         if var not in known:
-            eqns = [eqn for eqn in self.ctx.readers(var) if eqn.primitive in ROW_MAPS]
+            readers = (eqn for eqn in self.ctx.readers(var) if eqn.primitive in ROW_MAPS)
+            eqns = [eqn for eqn in readers if self._is_read(eqn)]
             maps = [known.setdefault(eqn, known.get(eqn) or RowMap(eqn)) for eqn in eqns]
             splits = [self.ctx.sharding(eqn.outvars[0]).splits for eqn in eqns]
             known[var] = list(zip(maps, splits, strict=True))
         return list(known[var])
+
+    def _is_read(self, eqn: JaxprEqn) -> bool:
+        """Whether tiles of a row map are read: operators with windows fetch what they need."""
+        users = self.ctx.readers(eqn.outvars[0])
+        return not users or any(user.primitive not in WINDOWED for user in users)
 
     def _together(self, var: Any, dim: int) -> Together:
         """What row maps read of a source for tiles that are split like those here."""
@@ -293,4 +303,4 @@ class Painting:
         if own in together.readers and together.is_less(several):
             return own, together
         alone = own and Together([own], size)
-        return (own, alone) if own and alone and len(alone.moves) > 1 else None
+        return (own, alone) if own and alone and len(own.copies) > 1 else None

@@ -40,6 +40,7 @@ from gshard.tensors.sharding import Sharding, Shardings, Targets
 from gshard.tensors.tile import Arrays, Tile, Tiles
 
 POOLS = {p.reduce_window_sum_p: "sum", p.reduce_window_max_p: "max", p.reduce_window_min_p: "min"}
+WINDOWED = (p.conv_general_dilated_p, *POOLS)  # they fetch what they need of a row map's operand
 _REDUCES = (*POOLS, p.reduce_window_p, p.select_and_gather_add_p)
 _REDUCE = {"sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min}
 

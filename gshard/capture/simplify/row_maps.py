@@ -17,12 +17,12 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
-from gshard._jax import split_p, tile_p
+from gshard._jax import Var, split_p, tile_p
 from gshard.capture.simplify import known_windows
 from gshard.capture.simplify.moved_first import moved_first
 from gshard.capture.simplify.painting import painting, reshaped, viewed
 from gshard.capture.simplify.passes import in_every_body
-from gshard.graph import Graph, filling, live, renamed
+from gshard.graph import Graph, filling, live, renamed, replacing
 from gshard.graph.row_map import Axis, Layer, by_rows, constant, entire, through, visible
 from gshard.rules.base.layers import ROW_MAPS, Layers, layers_of
 from gshard.rules.base.primitives import row_map_p
@@ -45,7 +45,10 @@ def composed(graph: Graph, near: Near | None = None) -> list[JaxprEqn]:
     found: list[JaxprEqn] = []
     for eqn in reversed(graph.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            made = _composed(eqn, origins) if len(eqn.outvars) == 1 else [eqn]
+            if eqn.primitive is p.reduce_sum_p:
+                made = _rows_added(eqn, graph, origins)
+            else:
+                made = _composed(eqn, origins) if len(eqn.outvars) == 1 else [eqn]
             needed |= {a for e in made for a in e.invars if not isinstance(a, Literal)}
             found += reversed(made)
     return moved_first(Graph(_once(found[::-1], graph.results), graph.results))
@@ -126,6 +129,40 @@ def _composed(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn]:
         eqn.primitive is p.concatenate_p and len(layers) == len({*eqn.invars})  # none is empty
     )
     return [eqn] if resolved == layers and plain else painting(eqn, resolved)
+
+
+def _rows_added(eqn: JaxprEqn, graph: Graph, origins: Origins) -> list[JaxprEqn]:
+    """A sum of a few rows of a tensor that others consist of, as in the gradient of an edge.
+
+    It is computed by element of slices that have the tensor's dims: in the tile with these rows.
+    """
+    (out,), gone = eqn.outvars, eqn.params["axes"]
+    layers = origins.known.get(eqn.invars[0], ()) if gone else ()
+    users = [v for e in graph.users(out) for v in e.outvars]
+    read = len(layers) == 1 and users and all(v in origins.maps for v in users)
+    if not read or layers[0].is_constant or not viewed(layers[0]):
+        return [eqn]
+    (layer,), sizes = layers, layers[0].source.aval.shape
+    added = [axis for d, axis in enumerate(layer.axes) if d in gone and axis.rows > 1]
+    if len(added) != 1 or any(axis.stride != 1 for axis in layer.axes):
+        return [eqn]
+    dim, number = added[0].dim, added[0].rows
+    if number > min(_FEW, sizes[dim] // 4):
+        return [eqn]
+    kept = {axis.dim: axis.rows for axis in layer.axes} | {dim: 1}
+    aval = layer.source.aval.update(shape=tuple(kept.get(d, 1) for d in range(len(sizes))))
+    rows, made = [Var(aval) for _ in range(number)], list[JaxprEqn]()
+    for k, row in enumerate(rows):
+        base = tuple(n + k * (d == dim) for d, n in enumerate(layer.base))
+        part = Layer(layer.source, base, entire(layer.source, aval.shape).axes)
+        made += painting(eqn.replace(outvars=[row]), [part])
+    total, *others = rows
+    for row in others:
+        made.append(replacing(eqn, p.add_p, [total, row], total := Var(aval)))
+    return [*made, reshaped(eqn, total, out)]
+
+
+_FEW = 4  # rows that are added up
 
 
 def _is_shift(layers: Layers) -> bool:

@@ -161,8 +161,12 @@ class _RowSpaces:
                     self._ask(layer.source, self._place(layer, place, out), out)
             users = () if out in self.graph.results else self.graph.users(out)
             rows = users and all(map(windows.has_windows, users))  # they fetch what they need
-            wanted = self.maps[out] if out in self.alone and not rows else ()
-            able = [self._ask(n.source, self._place(n, (), out), out) for n in wanted]
+            able = []
+            for layer in self.maps[out] if out in self.alone else ():
+                there = self._place(layer, (), out)
+                if rows and not all(space.is_border for _, space in there or ()):
+                    there = None  # only few rows at a border are computed in the tile of others
+                able.append(self._ask(layer.source, there, out))
             if out in self.alone and not any(able):
                 self.alone.update(windows.tensors(eqn))  # it stays as it is
             return
