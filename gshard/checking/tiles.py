@@ -142,7 +142,7 @@ class Gap:
 
 def gap_between(got: Value, wanted: Value, tiling: Tiling, active: Any, dtype: Any) -> Gap:
     """What the active devices have, compared with the tiles of what it should be."""
-    if 0 in tiling.shape:  # results that are empty leave the devices whole
+    if 0 in tiling.shape:  # empty results are replicated
         return Gap()
     manual, count = tiling.sharding.manual, tiling.count
     here, devices = (got, np.arange(count)) if manual else tiling.reduced(got)

@@ -81,7 +81,7 @@ def _negative(zero: Literal) -> Literal:
 
 
 def _only_tensor(eqn: JaxprEqn) -> Any:
-    """The tensor of which a result is computed by element, beside numbers, if it is one."""
+    """The one tensor that an elementwise result is computed from, apart from scalars; or None."""
     if not isinstance(RULES.get(eqn.primitive), Elementwise) or len(eqn.outvars) != 1:
         return None
     tensors = {a for a in eqn.invars if a.aval.shape and not isinstance(a, Literal)}
