@@ -266,9 +266,10 @@ def annotate(tensor: Any, annotation: Annotation) -> Any:
         tensor = np.asarray(tensor)
     order = _constraining.value
     if order is not None:
+        marked_at = f"{here()}: {annotation}".removeprefix("unknown: ")  # keywords have no line
         if jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
-                f"{here()}: {annotation} is inside jax.shard_map, where every device has its own "
+                f"{marked_at} is inside jax.shard_map, where every device has its own "
                 "values and XLA partitions nothing; annotate the tensors outside of the region, "
                 "and call a function without annotations inside"
             )
@@ -276,14 +277,13 @@ def annotate(tensor: Any, annotation: Annotation) -> Any:
         for n, tiles in zip(tensor.shape, sharding.tiles, strict=True):
             if tiles > 1 and not isinstance(n, int):
                 raise ValueError(
-                    f"{here()}: {annotation} splits a dim of the size {n}, which is not known: "
+                    f"{marked_at} splits a dim of the size {n}, which is not known: "
                     "export the function once for each size, or split other dims"
                 )
         return constrained(tensor, sharding, order.devices)
     numbered = replace(annotation, number=next(_NUMBERS))
     marked = annotate_p.bind(tensor, annotation=numbered)
-    known = _annotated.get()
-    if known is not None:
+    if (known := _annotated.get()) is not None:
         known.append((weakref.ref(marked), annotation))
     return marked
 

@@ -75,29 +75,44 @@ def test_artifacts_on_the_mesh_of_the_user(given, sizes, kind):
         artifact.out_shardings_jax(mesh)
 
 
-def test_symbolic_dims_that_are_not_split():
-    def layer(x, w, b):
-        w = gshard.split(w, 1, 8)
-        y = jax.nn.softmax(jnp.tanh(gshard.replicate(x) @ w) + b, 0)
-        return jnp.pad(y, ((1, 0), (0, 0)))[1:], y.reshape(-1)
+def residual(x, w, v):
+    """Products with weights that are split, and sums over the rows, whose number is not known."""
+    y = jax.nn.softmax(jnp.tanh(gshard.replicate(x) @ gshard.split(w, 1, 8)), 0)
+    y = y @ gshard.split(v, 0, 8)
+    return jnp.pad(y, ((1, 0), (0, 0)))[1:] + jnp.arange(x.shape[0])[:, None], y.reshape(-1)
 
+
+def repeated(x, w, v):
+    return jax.lax.scan(lambda x, _: (x + residual(x, w, v)[0], x.mean()), x, length=3)
+
+
+@pytest.mark.parametrize("fn", [residual, repeated])
+def test_symbolic_dims_that_are_not_split(fn):
+    w, v = random_array((4, 16)), random_array((16, 4))
     rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 4"), np.float32)
-    w, b = random_array((4, 16)), random_array((16,))
-    exported = jax.export.export(gshard.jit(layer))(rows, w, b)
+    exported = jax.export.export(gshard.jit(fn))(rows, w, v)
     assert exported.nr_devices == 8
-    artifact = jax.export.deserialize(exported.serialize())
+    artifact = jax.export.deserialize(exported.serialize(vjp_order=1))
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     everywhere = NamedSharding(mesh, P())
     for count in (3, 8):
-        args = (random_array((count, 4)), w, b)
-        got = jax.jit(artifact.call)(*jax.device_put(args, everywhere))
-        close(got, jax.jit(layer)(*args))
+        args = (random_array((count, 4)), w, v)
+        placed = jax.device_put(args, everywhere)
+        close(jax.jit(artifact.call)(*placed), jax.jit(fn)(*args))
+        first = [lambda *args, call=call: call(*args)[0] for call in (artifact.call, fn)]
+        close(gradients(first[0], *placed), gradients(first[1], *args))
 
 
 def test_a_symbolic_dim_that_is_split_is_named():
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), np.float32)
-    wanted = r"test_export.py:\d+: split\(.*\) splits a dim of the size b, which is not known"
-    with pytest.raises(ValueError, match=wanted):
-        jax.export.export(gshard.jit(lambda x: gshard.split(x, 0, 8)))(shape)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P("x"))
+    for fn, shardings, wanted in (
+        (double, None, r"test_export.py:\d+: split\(.*\) splits a dim of the size b"),
+        (lambda x: double(x.reshape(-1)), None, r"split\(.*\) splits a dim of the size 4\*b"),
+        (lambda x: x, rows, r"^in_shardings: P\('x',?\) splits a dim of the size b"),
+    ):
+        with pytest.raises(ValueError, match=wanted + ", which is not known"):
+            jax.export.export(gshard.jit(fn, in_shardings=shardings))(shape)
     with pytest.raises(ValueError, match=r"has the shape \(b, 4\): jax.export takes it"):
         gshard.jit(double).lower(shape)
