@@ -33,7 +33,6 @@ from types import CodeType
 from typing import Any
 
 from tools.mutants.blocks import Blocks, load
-from tools.mutants.mutations import Mutation
 from tools.mutants.touched import lines_of, partitioner
 from tools.mutants.warm import Children, warm_up
 
@@ -48,7 +47,8 @@ class Mechanism:
     """What would go, as `file` or `file:function`, and how to do without it.
 
     `off` has the statements that replace the bodies of functions, `edits` texts of files that
-    become others.
+    become others. Where a program executes these without the mechanism doing anything, `at` is a
+    text of a file that is executed only if it does.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Mechanism:
     goes: Sequence[str]
     off: Mapping[str, str] = field(default_factory=dict)
     edits: Sequence[tuple[str, str, str]] = ()
+    at: tuple[str, str] | tuple[()] = ()
 
     def lines(self, root: Path) -> int:
         """The lines that would go, with the decorators of functions and the blank lines between."""
@@ -72,19 +73,17 @@ class Mechanism:
         return total
 
     def places(self, root: Path) -> list[tuple[str, int]]:
-        """The files and lines at which it is left out."""
+        """The files and lines at which it is left out, or at which it does something."""
         found = []
         for place in self.off:
             file, _, name = place.partition(":")
             found.append((file, function(parsed(root, file), name).body[0].lineno))
-        for file, old, new in self.edits:
-            line = Mutation(self.name, "", file, old, new).line(
-                (root / "gshard" / file).read_text()
-            )
-            if line is None:
+        for file, old, *_ in (*self.edits, *([self.at] if self.at else ())):
+            text = (root / "gshard" / file).read_text()
+            if text.count(old) != 1:
                 raise ValueError(f"{self.name}: {old!r} is not in {file}, or twice")
-            found.append((file, line))
-        return [(f"gshard/{file}", line) for file, line in found]
+            found.append((file, text[: text.index(old)].count("\n") + 1))
+        return [(f"gshard/{file}", line) for file, line in (found[-1:] if self.at else found)]
 
     def codes(self, root: Path) -> dict[str, CodeType]:
         """The files as they are without it."""
@@ -146,6 +145,8 @@ def cases(random: int, more: Sequence[Path]) -> Iterator[tuple[str, Any, Any, An
     for name in ("gpipe", "1f1b", "zb-h1"):
         arguments = pipelines.shapes(pipelines.SMALL, pipelines.SMALL.L)
         yield f"pipeline, {name}", pipelines.step_of(4, 8, name), arguments, 4
+    for recipe in [r for r in census.recipes(census.SMALL) if r.name.startswith("context")]:
+        yield f"{recipe.name}, in little memory", recipe.step, recipe.arguments, {"memory_limit": 1}
     for path in more:
         yield from runpy.run_path(str(path))["cases"]()
 
