@@ -153,14 +153,13 @@ def _needed(made: Made, rows: Rows) -> list[Rows] | None:
         return _before_reshape(made, rows)
     if made.layers_of:
         return _before_row_map(made, rows)
-    dims, result, found = made.dims(), made.result, list[Rows]()
-    if dims is None:
+    splits, found = made.result.sharding.splits, list[Rows]()
+    if not made.is_made_by_parts_of({*rows.width, *(d for d, s in enumerate(splits) if s)}):
         return None
-    for tile, named in zip(made.operands, dims, strict=True):
-        for d, to in enumerate(named):
-            whole = to is None or (to in rows.width and tile.sharding.splits[d] is None)
-            here, there = tile.sharding.splits[d], result.sharding.splits[to or 0]
-            if here is not there and not whole:
+    for tile, named in zip(made.operands, made.dims, strict=True):
+        for here, to in zip(tile.sharding.splits, named, strict=True):
+            there = None if to is None else splits[to]
+            if here is not there and (here or to not in rows.width):
                 return None
         own = [a for a in rows.along if a.dim in named]
         along = [a._replace(dim=named.index(a.dim), split=rows.splits[a.dim]) for a in own]

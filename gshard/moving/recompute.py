@@ -8,10 +8,11 @@ sent.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.row_map import Layer
 from gshard.moving.costs import worked
+from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, byte_size
 
@@ -39,15 +41,16 @@ REARRANGING = (
     p.bitcast_convert_type_p,
     p.iota_p,
     p.rev_p,
+    p.gather_p,  # of rows from a table, which may have fewer
 )
 
 
-class Made(NamedTuple):
+@dataclass(eq=False)  # not frozen: there is one for most values
+class Made:
     """A value, with the operator and operands that it was computed by, and how that runs.
 
-    The operator is elementwise, or one of `REARRANGING`: it can be recomputed. So can rows that are
-    looked up in a table, which may have fewer: `rows_of` gives the dims of both. Or it is a row
-    map, of which `layers_of` gives the layers: windows of its rows can be painted again.
+    The operator is elementwise, or one of `REARRANGING`: it can be recomputed. Or it is a row map,
+    of which `layers_of` gives the layers: windows of its rows can be painted again.
     """
 
     result: Tile
@@ -55,8 +58,8 @@ class Made(NamedTuple):
     operands: tuple[Tile, ...]
     local: Local | None
     ctx: Any
+    factors_of: Callable[[JaxprEqn], Factors]
     layers_of: Callable[[JaxprEqn], Sequence[Layer]] | None = None
-    rows_of: Callable[[JaxprEqn], list[list[int | None]]] | None = None
 
     @property
     def is_index(self) -> bool:
@@ -84,7 +87,9 @@ class Made(NamedTuple):
         (source,), params = self.operands, dict(self.eqn.params)
         if "permutation" in params:
             params["permutation"] = tuple(np.argsort(params["permutation"]).tolist())
-        return Made(source, self.eqn.replace(params=params), (result,), *self[3:])
+        ends = {"invars": self.eqn.outvars, "outvars": self.eqn.invars}
+        eqn = self.eqn.replace(**ends, params=params)
+        return replace(self, result=source, eqn=eqn, operands=(result,))
 
     def local_forms(self, forms: Iterable[Sharding]) -> set[Sharding]:
         """The shardings of a view that is computed locally from its operand under `forms`."""
@@ -110,32 +115,18 @@ class Made(NamedTuple):
         result = self.result
         return worked(touched=byte_size(target.local_shape(result.shape), result.array.dtype))
 
-    def dims(self) -> list[list[int | None]] | None:
-        """For every dim of every operand, the corresponding dim of the result, or None.
+    @functools.cached_property
+    def dims(self) -> list[list[int | None]]:
+        """For every dim of every operand, the dim of the result that has the same rows, or None."""
+        factors = self.factors_of(self.eqn)
+        (result,), resized = factors.results, factors.resized
+        at = {dim: d for d, dim in enumerate(result) if dim and resized.isdisjoint(dim)}
+        return [[at.get(dim) for dim in operand] for operand in factors.operands]
 
-        None for an operator without such a correspondence.
-        """
-        eqn, shape = self.eqn, self.result.shape
-        named: Sequence[int | None]
-        if eqn.primitive is p.broadcast_in_dim_p:
-            named = eqn.params["broadcast_dimensions"]
-        elif eqn.primitive is p.transpose_p:
-            named = np.argsort(eqn.params["permutation"]).tolist()
-        elif eqn.primitive is p.squeeze_p:
-            kept = itertools.count()
-            gone, rank = eqn.params["dimensions"], len(self.operands[0].shape)
-            named = [None if d in gone else next(kept) for d in range(rank)]
-        elif self.rows_of or (eqn.primitive in REARRANGING and eqn.primitive is not p.rev_p):
-            return None
-        else:
-            named = range(len(shape))
-        return [
-            [
-                to if to is not None and n == shape[to] else None
-                for n, to in zip(t.shape, named, strict=False)
-            ]
-            for t in self.operands
-        ]
+    def is_made_by_parts_of(self, dims: Iterable[int]) -> bool:
+        """Whether parts of the result along these dims are made of the same parts of operands."""
+        repeats = self.eqn.primitive is p.broadcast_in_dim_p
+        return repeats or all(any(d in operand for operand in self.dims) for d in dims)
 
     def operands_under(self, target: Sharding) -> list[Sharding] | None:
         """The shardings of the operands for which the result has `target`."""
@@ -143,11 +134,10 @@ class Made(NamedTuple):
             return None
         if target.is_replicated:  # any operator on replicated values
             return [Sharding.replicated(t.sharding.rank, target.num_devices) for t in self.operands]
-        dims = self.rows_of(self.eqn) if self.rows_of else self.dims()
-        turned = self.eqn.params["dimensions"] if self.eqn.primitive is p.rev_p else ()
-        if dims is None or target.manual or any(target.splits[d] for d in turned):
+        split = [d for d, s in enumerate(target.splits) if s]
+        if target.manual or not self.is_made_by_parts_of(split):
             return None
-        return [target.project(named) for named in dims]
+        return [target.project(named) for named in self.dims]
 
     def run(self, arrays: Sequence[jax.Array], local: Sequence[int]) -> jax.Array:
         """The operator on local arrays, with a result of the shape `local`."""

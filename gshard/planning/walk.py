@@ -157,9 +157,9 @@ class Walk(ABC):
             results = [results[0].of(operands[0].value)]
         rule, made, layers = RULES.get(eqn.primitive), None, ROW_MAPS.get(eqn.primitive)
         again = isinstance(rule, Elementwise) or eqn.primitive in REARRANGING
-        if rule and (again or layers or rule.rows):
-            local = rule.local if again or rule.rows else None
-            made = Made(results[0], eqn, tuple(operands), local, self.weakly, layers, rule.rows)
+        if rule and (again or layers):
+            how = rule.local if again else None, self.weakly, rule.factors, layers
+            made = Made(results[0], eqn, tuple(operands), *how)
         pairs = zip(eqn.outvars, results, strict=True)
         return [self.mover.remember(var, tile, made) for var, tile in pairs]
 

@@ -90,13 +90,6 @@ def roles_of(eqn: JaxprEqn) -> Roles:
     )
 
 
-def dims_of_rows(eqn: JaxprEqn) -> list[list[int | None]]:
-    """For every dim of a table and of indices, that of a gather's result; None if looked up in."""
-    roles = roles_of(eqn)
-    at = {name: d for d, name in enumerate(roles.windows)}
-    return [[at.get(str(n)) for n in names] for names in (roles.operand, roles.indices)]
-
-
 def without(kinds: str, names: Sequence[str | None]) -> list[str | None]:
     """The names without those of some roles: dims that must be unsplit."""
     return [n if n and n[0] not in kinds else None for n in names]
@@ -217,11 +210,12 @@ def _on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | 
 
 
 def _gather_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Sequence[Any]) -> Arrays:
-    """From tables with all rows; windows are as long as the tile where they are as their dim."""
-    indices, windows = tiles[1], IndexedWindows(ctx, roles_of(eqn), {}, *tiles)
-    here = indices.sharding.local_shape(eqn.invars[1].aval.shape)  # rows made again may be others
-    no_others = indices.array.shape == here and not indices.padded_dims()
-    in_order = eqn.params["indices_are_sorted"] and no_others
+    """From tables with all rows; windows are as long as the tile where they are as their dim.
+
+    With `shapes` rows are made again: some may be others, in another order.
+    """
+    windows = IndexedWindows(ctx, roles_of(eqn), {}, *tiles)
+    in_order = eqn.params["indices_are_sorted"] and not (shapes or tiles[1].padded_dims())
     params = eqn.params | {"slice_sizes": windows.sizes, "indices_are_sorted": in_order}
     return [eqn.primitive.bind(*(t.array for t in tiles), **params)]
 
@@ -232,7 +226,6 @@ def _gather_local(ctx: Context, eqn: JaxprEqn, tiles: Tiles, shapes: Sequence[An
     ways=gather_ways,
     local=_gather_local,
     linear=Linear(_linear, _on_unreduced),
-    rows=dims_of_rows,
     doc=Doc(
         free="batch dims, indices, full windows",
         gather="a dim looked up in: AllReduce or ReduceScatter of the result",

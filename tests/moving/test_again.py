@@ -68,6 +68,21 @@ def test_a_row_that_is_repeated_is_gathered_once():
     assert sent(low) == 64 * 4 * 7 // 8
 
 
+@pytest.mark.parametrize("count", [64, 61])
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_rows_of_a_table_are_looked_up_again_at_the_borders_of_tiles(count, mode):
+    """The number of one row is sent, and not the row."""
+
+    def fn(table, numbers):
+        rows = jnp.take(table, numbers, 0, mode=mode)
+        return rows[1:] - rows[:-1]
+
+    numbers = 7 * jnp.arange(count) % 35  # the table has 30 rows
+    low = check(fn, random_array((30, 32)), numbers, inputs=[None, even_split(1, 0, 8)])
+    assert kinds(low) == {"collective_permute": 1}
+    assert sent(low) == numbers.itemsize
+
+
 def test_three_dims_are_exchanged_narrow_and_then_transposed():
     def fn(q):
         return jnp.transpose(q.astype(jnp.float32), (1, 2, 0))

@@ -12,6 +12,7 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import NO_REASON
 from gshard.moving.available import Available, Mover, Seen
 from gshard.moving.recompute import Made
+from gshard.rules import RULES
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, Value
@@ -74,7 +75,8 @@ def viewed(fn, source: Tile, sharding: Sharding) -> tuple[Mover, Tile]:
     result = replace(tile_of(eqn.outvars[0].aval.shape, sharding), value=None)
     mover = Mover(Place(("devices",), DEVICES), Seen())
     local = lambda ctx, eqn, tiles, shapes: bind(eqn, [t.array for t in tiles])  # noqa: E731
-    return mover, mover.remember(eqn.outvars[0], result, Made(result, eqn, (source,), local, None))
+    made = Made(result, eqn, (source,), local, None, RULES[eqn.primitive].factors)
+    return mover, mover.remember(eqn.outvars[0], result, made)
 
 
 def moved_as_decided(mover: Mover, tile: Tile, target: Sharding) -> Tile:

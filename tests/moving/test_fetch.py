@@ -9,6 +9,7 @@ from jax import lax
 import gshard
 from gshard.moving.fetch import Along, Rows, _needed
 from gshard.moving.recompute import Made
+from gshard.rules import RULES
 from gshard.rules.base.layers import ROW_MAPS
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
@@ -32,7 +33,8 @@ def made_by(fn, *arguments, splits):
             [v.aval for v in (*eqn.invars, *eqn.outvars)], splits, strict=True
         )
     ]
-    return Made(result, eqn, tuple(operands), None, None, ROW_MAPS.get(eqn.primitive))
+    factors, layers = RULES[eqn.primitive].factors, ROW_MAPS.get(eqn.primitive)
+    return Made(result, eqn, tuple(operands), None, None, factors, layers)
 
 
 def test_rows_of_joined_tensors_are_rows_of_each():

@@ -215,8 +215,7 @@ class Rule:
     shardings of the results, and may return others. By default, for ways that are splits of
     factors, `local` computes the results from tiles whose dims are split like that. `level` orders
     propagation: 0 before 1. `linear` gives the operands that the operator is linear in: it can run
-    on unreduced ones. `rows` gives for every dim of its operands that of the result, if it takes
-    rows that can be taken elsewhere. `doc` is the operator's row in docs/reference/operators.md.
+    on unreduced ones. `doc` is the operator's row in docs/reference/operators.md.
     """
 
     factors: Callable[[JaxprEqn], Factors]
@@ -225,7 +224,6 @@ class Rule:
     run: RunWay | None = None
     level: int = 1
     linear: Linear | None = None
-    rows: Callable[[JaxprEqn], list[list[int | None]]] | None = None
     doc: Doc = Doc()
 
     @property
