@@ -308,7 +308,7 @@ def copied(eqn: Any, values: Any, types: Any = None, changed: Any = None) -> lis
     (`jnp.searchsorted` since 0.12), or a release of JAX that traces in another way.
     """
     trace, info = _core.trace_ctx.trace, eqn.source_info
-    high = eqn.primitive.is_high(*(atom.aval for atom in eqn.invars), **eqn.params)
+    high = eqn.primitive.is_high(*[atom.aval for atom in eqn.invars], **eqn.params)
     if eqn.effects or high or not hasattr(trace, "emit_eqn"):
         return None
     around = source_info_util.current_name_stack()

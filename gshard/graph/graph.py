@@ -158,7 +158,7 @@ def in_order(
         makers = [made.get(a) for a in eqn.invars if not isinstance(a, Literal)]
         return [maker for maker in makers if maker and maker not in done]
 
-    at_their_places = (e for e in eqns if not (may_wait(e) and missing(e)))
+    at_their_places = (e for e in eqns if not (missing(e) and may_wait(e)))
     for goal in itertools.chain(at_their_places, eqns):
         stack = [goal] if goal not in done else []
         while stack:

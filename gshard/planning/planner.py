@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from gshard._jax import is_current, without_mesh
+from gshard._jax import current_context, without_mesh
 from gshard.graph.regions import Loop
 from gshard.graph.source import on_behalf_of
 from gshard.planning.decide import Decider
@@ -49,7 +49,7 @@ class Planner(Walk):
             blank, limit = [t.without_elements() for t in tiles], self.memory_limit
             first = Decider(self.place, self.found, limit, self.strict, self.decisions)
             first.run(jaxpr, blank, leaving)
-        self.unreduced = self.decisions.shares[jaxpr]
+        self.unreduced, self.context = self.decisions.shares[jaxpr], current_context()
         self.seen.made(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
 
     def cheapest(
@@ -79,7 +79,7 @@ class Planner(Walk):
         """The results of one equation, on behalf of the user's line."""
         rule, (_, way) = RULES.get(eqn.primitive), self.decisions.ways.get(eqn, ([], Way((), ())))
         local = rule.local if rule and not rule.run else None
-        alone = local and isinstance(way.how, FactorSplit) and is_current(eqn.ctx)
+        alone = local and isinstance(way.how, FactorSplit) and eqn.ctx is self.context
         if alone and (results := way.how.copied(eqn, local, tiles)):
             results = self._named(eqn, tiles, results)
         else:

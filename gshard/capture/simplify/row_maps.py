@@ -38,17 +38,16 @@ def composed(graph: Graph, near: Near | None = None) -> list[JaxprEqn]:
     """
     if not any(eqn.primitive in _REWRITTEN for eqn in graph.eqns):
         return graph.eqns
-    eqns = live(list(_plain(known_windows.without_updates(graph), graph)), graph.results)
-    graph = Graph(eqns, graph.results, graph.known)
+    eqns = list(_plain(known_windows.without_updates(graph), graph))
+    if eqns != graph.eqns:
+        graph = Graph(live(eqns, graph.results), graph.results, graph.known)
     origins = Origins(graph, near)
     needed = {a for a in graph.results if not isinstance(a, Literal)}
     found: list[JaxprEqn] = []
     for eqn in reversed(graph.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            if eqn.primitive is p.reduce_sum_p:
-                made = _rows_added(eqn, graph, origins)
-            else:
-                made = _composed(eqn, origins) if len(eqn.outvars) == 1 else [eqn]
+            is_sum = eqn.primitive is p.reduce_sum_p
+            made = _rows_added(eqn, graph, origins) if is_sum else _composed(eqn, origins)
             needed |= {a for e in made for a in e.invars if not isinstance(a, Literal)}
             found += reversed(made)
     return moved_first(Graph(_once(found[::-1], graph.results), graph.results))
@@ -117,7 +116,7 @@ def _slices(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
 
 
 def _composed(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn]:
-    layers = origins.maps.get(eqn.outvars[0])
+    layers = origins.maps.get(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
     if layers is None or eqn.primitive in _VIEWS:
         return [eqn]
     resolved = origins.resolved(layers, eqn.outvars[0])

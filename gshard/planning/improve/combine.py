@@ -182,9 +182,9 @@ def combine(plan: Jaxpr) -> Jaxpr:
     written = {c.members[-1]: _written(c) for c in found}
     instead = {eqn: written.get(eqn, []) for c in found for eqn in c.members}
     eqns = [new for eqn in plan.eqns for new in instead.get(eqn, [eqn])]
-    fixed = {eqn for eqn in plan.eqns if is_heavy(eqn) and not _may_move(eqn)}
-    fixed |= {new for made in written.values() for new in made}
-    return plan.replace(eqns=in_order(eqns, may_wait=lambda eqn: eqn not in fixed))
+    made = {new for each in written.values() for new in each}
+    eqns = in_order(eqns, lambda e: e not in made and (not is_heavy(e) or _may_move(e)))
+    return plan.replace(eqns=eqns)
 
 
 def _is_exchanged(combination: Combination) -> bool:

@@ -110,7 +110,7 @@ def _seeds(graph: Graph, least: int) -> list[Lanes]:
     heavy: dict[Any, list[JaxprEqn]] = {}
     for eqn in graph.eqns:
         if eqn.primitive in _LARGE and _is_heavy(eqn):
-            types = tuple(str(a.aval) for a in (*eqn.invars, *eqn.outvars))
+            types = tuple([a.aval for a in (*eqn.invars, *eqn.outvars)])
             heavy.setdefault((eqn.primitive, types), []).append(eqn)
     several = {name: eqns for name, eqns in heavy.items() if len(eqns) >= least}
     before = _before(graph, [eqn for eqns in several.values() for eqn in eqns])

@@ -188,8 +188,8 @@ class FactorSplit:
         return arrays and self._of(eqn, arrays)
 
     def _takes(self, tiles: Sequence[Tile]) -> bool:
-        pairs = zip(tiles, self.operands, strict=True)  # each equation's results are evened out
-        return self.in_place and all(t.sharding is here for t, (here, _) in pairs)
+        here = [sharding for sharding, _ in self.operands]  # results are evened out
+        return self.in_place and [t.sharding for t in tiles] == here
 
     def _types(self, eqn: JaxprEqn) -> list[Any]:
         pairs = [(v.aval, shape) for v, (_, shape) in zip(eqn.outvars, self.results, strict=True)]
