@@ -307,12 +307,12 @@ def copied(eqn: Any, values: Any, types: Any = None, changed: Any = None) -> lis
     is not possible: equations with effects, those that JAX decomposes after tracing
     (`jnp.searchsorted` since 0.12), or a release of JAX that traces in another way.
     """
-    trace, info = _core.trace_ctx.trace, eqn.source_info
-    high = eqn.primitive.is_high(*[atom.aval for atom in eqn.invars], **eqn.params)
+    trace, info, is_high = _core.trace_ctx.trace, eqn.source_info, eqn.primitive.is_high
+    never = getattr(is_high, "__func__", None) is Primitive.is_high  # as of most, which are many
+    high = not never and is_high(*(atom.aval for atom in eqn.invars), **eqn.params)
     if eqn.effects or high or not hasattr(trace, "emit_eqn"):
         return None
-    around = source_info_util.current_name_stack()
-    if around.stack:
+    if (around := source_info_util.current_name_stack()).stack:
         info = info.replace(name_stack=around + info.name_stack)
     operands = [trace.to_jaxpr_tracer(value, info) for value in values]
     own = eqn.primitive, {**eqn.params, **(changed or {})}, eqn.effects

@@ -121,15 +121,14 @@ class Walk(ABC):
         entering = zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True)
         env = self.tiles = {var: self.mover.remember(var, tile) for var, tile in entering}
 
-        def read(atom: Any) -> Tile:
-            return self.literal(atom) if isinstance(atom, Literal) else env[atom]
+        def read(atoms: Sequence[Any]) -> list[Tile]:
+            return [self.literal(a) if isinstance(a, Literal) else env[a] for a in atoms]
 
         for number, eqn in enumerate(jaxpr.eqns):
-            operands = [read(a) for a in eqn.invars]
             targets = [self.found.shardings[v] for v in eqn.outvars]
-            results = self.equation(number, eqn, operands, targets)
+            results = self.equation(number, eqn, read(eqn.invars), targets)
             env.update(zip(eqn.outvars, results, strict=True))
-        return [read(a) for a in jaxpr.outvars]
+        return read(jaxpr.outvars)
 
     def equation(self, number: int, eqn: JaxprEqn, tiles: Tiles, targets: Targets) -> Tiles:
         """The results of one equation, on tiles: by its rule, then under their shardings."""
