@@ -221,9 +221,12 @@ def _joined_moves(moves: Sequence[Move]) -> Moves:
 
 
 def _with_rows(readers: Sequence[Reader], copies: Moves, size: int) -> Moves:
-    """Copies, and the rows that are read in their own places."""
+    """Copies, and rows that are read in their own places; with those between if there is room."""
     stay = [*(r.rows.only for r in readers), *(m[:2] for m in copies if not m.by)]
     low, high = zip(*stay, strict=True)
     own = Move(max(min(low), 0), min(max(high), size), 0)
     moved = [m for m in copies if m.by]
+    if not are_apart([own, *moved]):
+        kept = [Move(max(first, 0), min(end, size), 0) for first, end in stay]
+        return (*_joined_moves([m for m in kept if m.first < m.end]), *moved)
     return (own, *moved) if moved or own[:2] != (0, size) else ()

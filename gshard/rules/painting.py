@@ -302,5 +302,5 @@ class Painting:
         own, together = reader(layers, dim, size, rows, split.tiles), self._together(var, dim)
         if own in together.readers and together.is_less(several):
             return own, together
-        alone = own and Together([own], size)
-        return (own, alone) if own and alone and len(own.copies) > 1 else None
+        alone = own and Together([own], size)  # without readers where rows are too far apart
+        return (own, alone) if own and alone and alone.readers and own.copies[1:] else None

@@ -249,6 +249,17 @@ def test_rolls_by_several_rows_fetch_what_all_of_them_read(rows):
     assert sent(both) <= sum(map(sent, far))  # of many tiles: one by one
 
 
+@pytest.mark.parametrize("order", [(0, 4, 1, 5, 2, 6, 3, 7), (0, 2, 4, 6, 7, 5, 3, 1)], ids=str)
+def test_rows_in_another_order_are_fetched_at_once(order):
+    """Two rows of each device, of which it has one or none: those of an interleaved pipeline."""
+    how = [even_split(2, 0, 4)]
+    low = check(
+        lambda x: jnp.concatenate([x[i : i + 1] for i in order]),
+        random_array((8, 3)), exact=True, inputs=how, outputs=how, devices=4,
+    )  # fmt: skip
+    assert sent(low) <= 2 * 3 * 4
+
+
 def derivative(u):
     """Of fourth order, on a ring."""
     return sum(w * jnp.roll(u, k, 0) for k, w in ((-2, -1.0), (-1, 8.0), (1, -8.0), (2, 1.0)))
