@@ -23,7 +23,7 @@ from gshard.capture.simplify.moved_first import moved_first
 from gshard.capture.simplify.painting import painting, reshaped, viewed
 from gshard.capture.simplify.passes import in_every_body
 from gshard.graph import Graph, filling, live, renamed, replacing
-from gshard.graph.row_map import Axis, Layer, by_rows, constant, entire, through, visible
+from gshard.graph.row_map import Axis, Layer, by_rows, entire, through, visible
 from gshard.rules.base.layers import ROW_MAPS, Layers, layers_of
 from gshard.rules.base.primitives import row_map_p
 
@@ -291,15 +291,6 @@ def _of_copies(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers |
 _COPIES = 64  # windows of one map
 
 
-def _of_number(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
-    """A tensor of equal numbers of another type."""
-    number, aval = graph.fill(result), result.aval
-    if number is None or not aval.shape:
-        return None
-    value = np.asarray(number).astype(aval.dtype)
-    return (constant(Literal(value, aval.update(shape=(), weak_type=False)), aval.shape),)
-
-
 def _of_update(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
     """A scatter that sets windows at known places."""
     operand = eqn.invars[0]
@@ -357,7 +348,6 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
     p.reshape_p: _of_reshape,
     p.squeeze_p: _of_reshape,
     p.broadcast_in_dim_p: _of_broadcast,
-    p.convert_element_type_p: _of_number,
     tile_p: _of_copies,
     p.gather_p: lambda e, result, graph, maps: known_windows.gathered(e, graph),
     p.scatter_p: _of_update,
@@ -369,4 +359,4 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
 _REWRITTEN = {*_MAPS, *known_windows.COMBINING, split_p}
 _INDEXED = (p.gather_p, p.scatter_p, *known_windows.COMBINING)
 _MOVING = (p.slice_p, p.pad_p, p.rev_p)
-_VIEWS = (p.reshape_p, p.squeeze_p, p.broadcast_in_dim_p, p.convert_element_type_p)
+_VIEWS = (p.reshape_p, p.squeeze_p, p.broadcast_in_dim_p)
