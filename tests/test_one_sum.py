@@ -23,6 +23,7 @@ ORDERS = {
     "the value last": lambda h, a, b: a + b + h,
     "subtracted from": lambda h, a, b: h - a - b,
     "with a factor": lambda h, a, b: 0.5 * (h + a) + b,
+    "a number too": lambda h, a, b: h + a + 0.5 + b,
     "a bias too": lambda h, a, b: h + a + jnp.arange(8.0) + b,
 }
 

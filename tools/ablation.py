@@ -131,6 +131,7 @@ def cases(random: int, more: Sequence[Path]) -> Iterator[tuple[str, Any, Any, An
 
     from benchmarks import census, pipelines
     from gshard.nn import FAMILY, adafactor, init_state, train_step
+    from tools import ablation_programs
 
     yield from (case for case in census.cases(random or 1) if random or case[0] != "random 0")
     key, optimizer = jax.eval_shape(lambda: jax.random.key(0)), adafactor()
@@ -147,6 +148,7 @@ def cases(random: int, more: Sequence[Path]) -> Iterator[tuple[str, Any, Any, An
         yield f"pipeline, {name}", pipelines.step_of(4, 8, name), arguments, 4
     for recipe in [r for r in census.recipes(census.SMALL) if r.name.startswith("context")]:
         yield f"{recipe.name}, in little memory", recipe.step, recipe.arguments, {"memory_limit": 1}
+    yield from ablation_programs.cases()
     for path in more:
         yield from runpy.run_path(str(path))["cases"]()
 

@@ -223,10 +223,9 @@ def _joined_moves(moves: Sequence[Move]) -> Moves:
 def _with_rows(readers: Sequence[Reader], copies: Moves, size: int) -> Moves:
     """Copies, and rows that are read in their own places; with those between if there is room."""
     stay = [*(r.rows.only for r in readers), *(m[:2] for m in copies if not m.by)]
-    low, high = zip(*stay, strict=True)
-    own = Move(max(min(low), 0), min(max(high), size), 0)
     moved = [m for m in copies if m.by]
+    own = Move(max(min(stay)[0], 0), min(max(end for _, end in stay), size), 0)
     if not are_apart([own, *moved]):
-        kept = [Move(max(first, 0), min(end, size), 0) for first, end in stay]
-        return (*_joined_moves([m for m in kept if m.first < m.end]), *moved)
+        kept = [Move(max(a, 0), min(b, size), 0) for a, b in stay if a < size and b > 0]
+        return (*_joined_moves(kept), *moved)
     return (own, *moved) if moved or own[:2] != (0, size) else ()
