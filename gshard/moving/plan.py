@@ -240,17 +240,11 @@ def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Ite
     if here.idle and can_permute(here, target):
         yield to(Permute, target)
     yield from _direct(here, target, shape, itemsize)
-    befores = _predecessors(target)
-    for between in (*befores, _cut_alike(target, here.tiles)):
-        if between is None or between == here:
-            continue
-        if can_permute(here, between):
+    for between in _predecessors(target):
+        if between != here and can_permute(here, between):
             yield to(Permute, between)
-        elif can_exchange(here, between):
+        elif between != here and can_exchange(here, between):
             yield to(Exchange, between)
-    for tiles in dict.fromkeys([target.tiles, *(between.tiles for between in befores)]):
-        if alike := _cut_alike(here, tiles):
-            yield to(Slice, alike)
     if (spare := copies_as_split(here)) and not here.idle:
         yield from (to(Slice, _refined(here, dim, spare)) for dim in range(here.rank))
     for dim, split in enumerate(here.splits):
@@ -315,29 +309,6 @@ def whole_along(here: Sharding, dim: int) -> list[Sharding]:
         return [gathered]
     moved = [_refined(gathered, other, split) for other in range(here.rank) if other != dim]
     return [gathered, *(m for m in moved if compatible(m.splits))]
-
-
-def _cut_alike(here: Sharding, tiles: tuple[int, ...]) -> Sharding | None:
-    """`here` with its copies split towards these tile counts, where they are multiples of its own.
-
-    Between tiles of equal counts a permute leads.
-    """
-    if here.idle:
-        return None
-    tiles = tuple(a if b % a else b for a, b in zip(here.tiles, tiles, strict=True))
-    spare = copies_as_split(here)
-    factor = math.prod(tiles) // math.prod(here.tiles)
-    if factor == 1 or spare is None or spare.tiles % factor:
-        return None
-    left = spare.major(factor)
-    for dim, (a, b) in enumerate(zip(here.tiles, tiles, strict=True)):
-        if a < b:
-            assert left
-            part = left.major(b // a)
-            assert part
-            here = _refined(here, dim, part)
-            left = left.minor(left.tiles // (b // a))
-    return here
 
 
 def _finer(split: Split | None, target: Sharding, dim: int) -> list[Split]:

@@ -24,7 +24,6 @@ from jax.extend.core import primitives as p
 from gshard._jax import scatter_sub_p, stack_p
 from gshard.graph.graph import Graph
 from gshard.graph.regions import Loop
-from gshard.graph.row_map import cut_dims
 from gshard.moving.recompute import VIEWS
 from gshard.rules.base.primitives import row_map_p
 from gshard.rules.base.rule import RULES
@@ -115,9 +114,8 @@ class Delayed(Mapping[Any, float]):
     results with the numbers in `leaving` may leave the body unreduced, and pay the share that is
     given there. A reduction is delayed only where that saves something: what a device has left of a
     scattered sum is less to scale and to transpose; and for several uses, only if they send less
-    than half together. Whether a value gets smaller before it is reduced depends on `shardings`:
-    before those are known, shares are without that, and variables that may stay unreduced because
-    of them are left out. What is not asked for, which is most of a program, is not looked at.
+    than half together. What else has to be gathered for it depends on `shardings`: before those are
+    known, shares are without that. What is not asked for, most of a program, is not looked at.
     """
 
     def __init__(
@@ -178,7 +176,7 @@ class Delayed(Mapping[Any, float]):
         for atom in able:
             both = _adds_sums(eqn, atom, sums.intersection(alone))
             saves = both or out in found or (eqn.primitive in JOINED and len(alone) > 1)
-            if saves or _is_less_later(eqn, atom, shardings):
+            if saves or _is_less_later(eqn, atom):
                 self.read[atom] += eqn.invars.count(atom)
                 growth = _growth(eqn, atom) if shardings is not None else 1.0
                 gathered = _gathered(of, eqn, atom, shardings) if shardings is not None else 0.0
@@ -261,23 +259,10 @@ def _is_found_in_parts(of: Uses, var: Any, shardings: Mapping[Any, Sharding]) ->
     return made.primitive in _OF_ROWS and _is_found_in_parts(of, source, shardings)
 
 
-def _is_less_later(eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Sharding] | None) -> bool:
-    """Whether a device has less of the result than of `atom` to reduce, or other rows of it."""
+def _is_less_later(eqn: JaxprEqn, atom: Any) -> bool:
+    """Whether less of the result than of `atom` is to be reduced."""
     out = eqn.outvars[0]
-    if out.aval.shape != atom.aval.shape and out.aval.size < atom.aval.size:
-        return True
-    return shardings is not None and _otherwise_split(eqn, shardings[atom], shardings[out])
-
-
-def _otherwise_split(eqn: JaxprEqn, here: Sharding, there: Sharding) -> bool:
-    """Whether a device has a larger part of one than of the other, or other rows of it."""
-    joined: Iterable[int] = ()
-    if eqn.primitive is row_map_p:
-        joined = cut_dims(eqn.params["layers"], eqn.outvars[0].aval.shape)
-    elif eqn.primitive is p.concatenate_p:
-        joined = (eqn.params["dimension"],)
-    moves = any(there.splits[d] is not None for d in joined)
-    return moves or math.prod(here.tiles) != math.prod(there.tiles)
+    return out.aval.shape != atom.aval.shape and bool(out.aval.size < atom.aval.size)
 
 
 def _is_tensor(atom: Any) -> bool:
