@@ -44,7 +44,7 @@ from gshard.propagation.spaces import (
 from gshard.rules.base.primitives import row_map_p
 from gshard.tensors.sharding import Sharding
 
-_MOST = 512  # equations more
+_MOST = 2048  # tensors in places
 _SPREAD = 16  # equations on small tensors that may be computed with all rows of large ones
 
 
@@ -87,9 +87,9 @@ def _best(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding]) -> tuple[_RowSpaces, 
     origins = Origins(graph)
     while True:
         spaces = _RowSpaces(graph, origins, shardings, rejected)
-        eqns = live(list(spaces.eqns()), jaxpr.outvars)
-        worse = spaces.worse() if len(eqns) <= len(jaxpr.eqns) + _MOST else set(spaces.places)
-        if not worse:
+        many = sum(map(len, spaces.places.values())) > _MOST
+        eqns = [] if many else live(list(spaces.eqns()), jaxpr.outvars)
+        if not (worse := {*spaces.places} if many else spaces.worse()):
             return spaces, eqns
         rejected |= worse
 
@@ -158,7 +158,9 @@ class _RowSpaces:
         if out in self.maps:
             for place in asked:
                 for layer in self.maps[out]:
-                    self._ask(layer.source, self._place(layer, place, out), out)
+                    there = self._place(layer, place, out) or ()
+                    if all(space.shared(layer.source.aval.shape[d])[1] for d, space in there):
+                        self._ask(layer.source, there, out)  # of which it has some rows
             users = () if out in self.graph.results else self.graph.users(out)
             rows = users and all(map(windows.has_windows, users))  # they fetch what they need
             able = []
@@ -234,15 +236,13 @@ class _RowSpaces:
         kinds: dict[Any, list[Place]] = {}
         for place in asked:
             kinds.setdefault(tuple((d, s._replace(first=0)) for d, s in place), []).append(place)
-        whole = [kind for kind, own in kinds.items() if all(fits(var, place) for place in own)]
-        for kind in whole:
-            key, places = (self.member[var], kind), kinds[kind]
-            if key not in self.homes:
-                moved = [self._moved(var, place, places) for place in places]
-                self.homes[key] = places[moved.index(min(moved))]
+        whole = {kind: own for kind, own in kinds.items() if all(fits(var, p) for p in own)}
+        for kind, places in whole.items():
+            if (key := (self.member[var], kind)) not in self.homes:
+                self.homes[key] = min(places, key=functools.partial(self._moved, var, places))
         return [self.homes[self.member[var], kind] for kind in whole] or list(asked)
 
-    def _moved(self, var: Any, place: Place, places: Sequence[Place]) -> int:
+    def _moved(self, var: Any, places: Sequence[Place], place: Place) -> int:
         """By how many rows tensors are shifted if the group of one is computed in a place."""
         own = [entire(var, var.aval.shape)] * (var in self.alone)
         for a in self.inputs[self.member[var]]:
