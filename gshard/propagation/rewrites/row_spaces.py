@@ -158,9 +158,9 @@ class _RowSpaces:
         if out in self.maps:
             for place in asked:
                 for layer in self.maps[out]:
-                    there = self._place(layer, place, out) or ()
-                    if all(space.shared(layer.source.aval.shape[d])[1] for d, space in there):
-                        self._ask(layer.source, there, out)  # of which it has some rows
+                    own = self._place(layer, place, out) or ()
+                    if all(space.shared(layer.source.aval.shape[d])[1] for d, space in own):
+                        self._ask(layer.source, own, out)  # of which it has some rows
             users = () if out in self.graph.results else self.graph.users(out)
             rows = users and all(map(windows.has_windows, users))  # they fetch what they need
             able = []
