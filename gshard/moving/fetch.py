@@ -149,13 +149,11 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
 
 def _needed(made: Made, rows: Rows) -> list[Rows] | None:
     """The rows of the operands that are needed; None if their shardings differ."""
-    if made.eqn.primitive is p.reshape_p:
-        return _before_reshape(made, rows)
     if made.layers_of:
         return _before_row_map(made, rows)
     splits, found = made.result.sharding.splits, list[Rows]()
     if not made.is_made_by_parts_of({*rows.width, *(d for d, s in enumerate(splits) if s)}):
-        return None
+        return _before_reshape(made, rows) if made.eqn.primitive is p.reshape_p else None
     for tile, named in zip(made.operands, made.dims, strict=True):
         for here, to in zip(tile.sharding.splits, named, strict=True):
             there = None if to is None else splits[to]

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,6 +82,18 @@ def test_rows_of_a_table_are_looked_up_again_at_the_borders_of_tiles(count, mode
     low = check(fn, random_array((30, 32)), numbers, inputs=[None, even_split(1, 0, 8)])
     assert kinds(low) == {"collective_permute": 1}
     assert sent(low) == numbers.itemsize
+
+
+def test_narrow_rows_are_sent_before_their_other_dims_are_reshaped():
+    """The rows are of a dim that the reshape keeps, beside another one that is split."""
+
+    def fn(q):
+        heads = q.astype(jnp.float32).reshape(*q.shape[:2], 4, 8)
+        return heads[:, 1:] - heads[:, :-1]
+
+    low = check(fn, random_array((6, 64, 32), jnp.int8), inputs=[np.arange(8).reshape(2, 4, 1)])
+    assert kinds(low) == {"collective_permute": 1}
+    assert sent(low) == 3 * 32
 
 
 def test_three_dims_are_exchanged_narrow_and_then_transposed():
