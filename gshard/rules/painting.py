@@ -122,18 +122,22 @@ class Painting:
     def _narrowed(
         self, number: int, own: Sequence[Layer], layers: Sequence[Layer]
     ) -> Sequence[Layer]:
-        """The layers, with a source whose rows are sent cut to the rows that they read."""
+        """The layers, with a source whose rows are sent cut to the rows that are read.
+
+        Those of all row maps that fetch rows together: they read what is cut in the same way.
+        """
         tile, splits = self.tiles[number], self.tiles[number].sharding.splits
         sent = [d for d in self.map.moving if splits[d]]
         if not sent or self.map.at_run_time:
             return layers
-        rows = [slice(0, n, 1) for n in tile.array.shape]
+        var, rows = self.map.operands[number], [slice(0, n, 1) for n in tile.array.shape]
+        if any(self._together(var, d).are_several for d in sent):
+            maps = [other for other, _ in self._others(var)]
+            own = [n for m in maps for n in m.layers if m.operands[n.source] is var]
         for d in self.map.moving:
             if splits[d] is None:
                 rows[d] = self.map.read(own, d)
-        same = all(r == slice(0, n, 1) for r, n in zip(rows, tile.array.shape, strict=True))
-        var = self.map.operands[number]
-        if same or any(self._together(var, d).are_several for d in sent):  # they fetch rows, too
+        if all(r == slice(0, n, 1) for r, n in zip(rows, tile.array.shape, strict=True)):
             return layers
         lows, highs, steps = zip(*((r.start, r.stop, r.step) for r in rows), strict=True)
         x = lax.slice(tile.array, lows, highs, steps)

@@ -21,14 +21,17 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
         return _slicing(eqn, layers[0])
     before: list[JaxprEqn] = []
     operands: dict[Any, tuple[int, Any]] = {}  # by variable; literals by identity
+    views: dict[tuple[Any, tuple[int, ...]], Any] = {}  # a source is read through one of a shape
     numbered: list[Layer] = []
     for layer in apart(layers, result.aval.shape):
         source = layer.source
-        if not layer.is_constant and not layer.is_aligned and (view := viewed(layer)):
-            shape, layer = view
+        if not layer.is_constant and not layer.is_aligned and (found := viewed(layer)):
+            shape, layer = found
             if shape != source.aval.shape:
-                source = Var(source.aval.update(shape=shape))
-                before.append(reshaped(eqn, layer.source, source))
+                if (source, shape) not in views:
+                    views[source, shape] = view = Var(source.aval.update(shape=shape))
+                    before.append(reshaped(eqn, source, view))
+                source = views[source, shape]
         elif not layer.is_constant and not layer.is_aligned:
             rows = Var(source.aval.update(shape=tuple(axis.rows for axis in layer.axes)))
             before += _slicing(replacing(eqn, row_map_p, [], rows), layer)

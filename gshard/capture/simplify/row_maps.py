@@ -169,7 +169,8 @@ def _is_shift(layers: Layers) -> bool:
     kept = [layer for layer in layers if not layer.is_constant]
     used: dict[Any, int] = {}
     for layer in kept:
-        if not layer.is_aligned or not all(axis.is_run for axis in layer.axes):
+        _, view = (None, layer) if layer.is_aligned else viewed(layer) or (None, None)
+        if view is None or not all(axis.is_run for axis in view.axes):
             return False
         used[layer.source] = used.get(layer.source, 0) + layer.size
     if not used:
@@ -199,16 +200,22 @@ class Origins:
             return layers
         first, below = layers[0], () if layers[0].is_constant else self.known.get(layers[0].source)
         if below and len(below) <= _MOST and first.is_all(first.source.aval.shape):
-            above = (found for layer in layers[1:] for found in self.of_layer(layer))
+            above = (n for layer in layers[1:] for n in self.of_layer(layer, self.known))
             return visible(above, below)  # as in an update
-        return visible(found for layer in layers for found in self.of_layer(layer))
+        return visible(found for layer in layers for found in self.of_layer(layer, self.known))
 
     def resolved(self, layers: Layers, result: Any) -> Layers:
         """Layers in terms of their sources' origins, where most of each origin is used.
 
-        A tensor of which little is used is better sliced first: less is sent.
+        A tensor of which little is used is better sliced first: less is sent. Then the tensors
+        between take the place of the origin, as far as most of each is used.
         """
-        origins = [tuple(self.of_layer(layer)) for layer in layers]
+        far = self._in_terms_of(self.known, layers, result)
+        near = self._in_terms_of(self.maps, far, result)
+        return far if near == far else self.resolved(near, result)
+
+    def _in_terms_of(self, maps: dict[Any, Layers], layers: Layers, result: Any) -> Layers:
+        origins = [tuple(self.of_layer(layer, maps)) for layer in layers]
         used: dict[Any, int] = {}
         for layer in visible(found for own in origins for found in own):
             if not layer.is_constant:
@@ -231,9 +238,9 @@ class Origins:
         sources = [layer.source for layer in layers if not layer.is_constant]
         return bool(sources) and all(self.near(source, result) for source in sources)
 
-    def of_layer(self, layer: Layer) -> Iterator[Layer]:
-        """A layer as layers of tensors that are not row maps themselves."""
-        inner = None if isinstance(layer.source, Literal) else self.known.get(layer.source)
+    def of_layer(self, layer: Layer, maps: dict[Any, Layers]) -> Iterator[Layer]:
+        """A layer as layers of what `maps` has for its source."""
+        inner = None if isinstance(layer.source, Literal) else maps.get(layer.source)
         if inner is None or len(inner) > _MOST:
             yield layer
         elif layer.is_all(layer.source.aval.shape):
