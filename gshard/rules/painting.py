@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from gshard._jax import Var
 from gshard.graph.reason import Reason
 from gshard.graph.row_map import Axis, Layer
 from gshard.moving.fetch import Along, fetch
@@ -56,14 +57,36 @@ class RowMap:
         """The rows of a layer along a dim: `AxisRows`, or such that are known at run time."""
         return AxisRows(layer.axes[dim], layer.base[dim], self.shape[dim])
 
-    def read(self, layers: Sequence[Layer], dim: int) -> slice:
-        """The rows of an unsplit dim that layers of a source read."""
+    def read(self, layers: Sequence[Layer], dim: int) -> list[slice]:
+        """The rows of an unsplit dim that layers of a source read, in runs that are apart."""
         if self.at_run_time:
-            return slice(0, layers[0].axes[dim].rows, 1)
-        own = [n.read(dim) for n in layers]
-        low, strides = min(r.start for r in own), [r.step for r in own if r.stop - r.start > 1]
-        step = math.gcd(*strides, *(r.start - low for r in own))
-        return slice(low, max(r.stop for r in own), step or 1)
+            return [slice(0, layers[0].axes[dim].rows, 1)]
+        own = sorted({(r.start, r.stop, r.step) for r in (n.read(dim) for n in layers)})
+        starts, ends, steps = zip(*own, strict=True)
+        if set(steps) == {1} and all(a <= b for a, b in zip(ends, starts[1:], strict=False)):
+            borders = [b for b in sorted({*starts, *ends}) if (b in starts) != (b in ends)]
+            return [slice(a, b, 1) for a, b in zip(borders[::2], borders[1::2], strict=True)]
+        strides = [step for start, stop, step in own if stop - start > 1]
+        step = math.gcd(*strides, *(start - starts[0] for start in starts))
+        return [slice(starts[0], max(ends), step or 1)]
+
+    def needs(self, layers: Sequence[Layer], source: Sharding) -> list[list[Layer]]:
+        """The layers of a source by the rows of split dims that they need of it.
+
+        Those of one window of the unsplit dims are together: the channels of a stack are apart,
+        and the two parts of a roll are not.
+        """
+        there, here = (
+            [d for d in self.moving if bool(source.splits[d]) is split] for split in (False, True)
+        )
+        windows, found = dict[Any, list[Layer]](), dict[Any, list[Layer]]()
+        for n in layers:
+            read = (n.read(d) for d in there)
+            windows.setdefault(tuple((r.start, r.stop, r.step) for r in read), []).append(n)
+        for own in windows.values():
+            rows = frozenset((d, n.axes[d], n.base[d]) for n in own for d in here)
+            found.setdefault(rows, []).extend(own)
+        return [*found.values()]
 
     def order(self, source: Sharding, shape: Sequence[int]) -> list[int]:
         """The dims in the order that sends least: first those that shrink for free."""
@@ -90,11 +113,16 @@ class Painting:
         self.fetched: dict[Any, int] = {}  # the numbers of arrays, by what they are fetched for
         self.hulls: dict[Any, Any] = {}  # by sources and dims; empty if layers have their own
 
-    def run(self, tiles: Mapping[int, Tile]) -> jax.Array:
-        """Fetch the rows of each layer, and paint."""
+    def run(self, tiles: Mapping[int, Tile], apart: Collection[int] = ()) -> jax.Array:
+        """Fetch the rows of each layer, and paint; by what layers need, of operands `apart`."""
         self.tiles, layers = dict(tiles), self._ordered()
+        self.variables = dict(enumerate(self.map.operands))
         for number, own in self.map.sources.items():
-            layers = self._narrowed(number, own, layers)
+            if number in apart and not self._shares(number):
+                for part in self.map.needs(own, tiles[number].sharding):
+                    layers = self._as_operand(len(self.variables), part, layers)
+            else:
+                layers = self._narrowed(number, own, layers)
         self.layers = layers
         found, masks = list[Layer](), list[list[Mask]]()
         for layer in layers:
@@ -119,6 +147,22 @@ class Painting:
             rows[layer.source] += axis.rows
         return sorted(layers, key=lambda layer: -rows[layer.source])
 
+    def _shares(self, number: int) -> bool:
+        """Whether other row maps fetch rows of an operand, too."""
+        var, splits = self.variables[number], self.tiles[number].sharding.splits
+        sent = [d for d in self.map.moving if splits[d]]
+        several = any(self._together(var, d).are_several for d in sent)
+        return several and len(self._others(var)) > 1
+
+    def _as_operand(
+        self, number: int, part: Sequence[Layer], layers: Sequence[Layer]
+    ) -> Sequence[Layer]:
+        """The layers, with a part of those of a source as layers of an operand of their own."""
+        source, chosen = part[0].source, set(part)
+        self.tiles[number], self.variables[number] = self.tiles[source], Var(self.map.operands[source].aval)
+        layers = [n.of(number) if n in chosen else n for n in layers]
+        return self._narrowed(number, [n.of(number) for n in part], layers)
+
     def _narrowed(
         self, number: int, own: Sequence[Layer], layers: Sequence[Layer]
     ) -> Sequence[Layer]:
@@ -130,27 +174,20 @@ class Painting:
         sent = [d for d in self.map.moving if splits[d]]
         if not sent or self.map.at_run_time:
             return layers
-        var, rows = self.map.operands[number], [slice(0, n, 1) for n in tile.array.shape]
-        if any(self._together(var, d).are_several for d in sent):
+        var, x = self.variables[number], tile.array
+        if self._shares(number):
             maps = [other for other, _ in self._others(var)]
             own = [n for m in maps for n in m.layers if m.operands[n.source] is var]
-        for d in self.map.moving:
-            if splits[d] is None:
-                rows[d] = self.map.read(own, d)
-        if all(r == slice(0, n, 1) for r, n in zip(rows, tile.array.shape, strict=True)):
+        read = {d: self.map.read(own, d) for d in self.map.moving if splits[d] is None}
+        for d, runs in read.items():
+            if runs != [slice(0, x.shape[d], 1)]:
+                cut = [lax.slice_in_dim(x, r.start, r.stop, r.step, d) for r in runs]
+                x = lax.concatenate(cut, d) if len(cut) > 1 else cut[0]
+        if x is tile.array:
             return layers
-        lows, highs, steps = zip(*((r.start, r.stop, r.step) for r in rows), strict=True)
-        x = lax.slice(tile.array, lows, highs, steps)
         shape = tuple(n if splits[d] else x.shape[d] for d, n in enumerate(tile.shape))
         self.tiles[number] = Tile(x, tile.sharding, shape)
-        cut = []
-        for layer in layers:
-            for d in set(self.map.moving).difference(sent) if layer.source == number else ():
-                axis, r = layer.axes[d], rows[d]
-                axis = axis._replace(stride=axis.stride // r.step if axis.rows > 1 else 1)
-                layer = layer.along(d, axis, (layer.base[d] - r.start) // r.step)
-            cut.append(layer)
-        return cut
+        return [_within_runs(n, read) if n.source == number else n for n in layers]
 
     def _part(self, layer: Layer) -> tuple[Layer, Mask]:
         """A layer of local arrays, and which elements of it are painted."""
@@ -259,8 +296,9 @@ class Painting:
 
     def _together(self, var: Any, dim: int) -> Together:
         """What row maps read of a source for tiles that are split like those here."""
-        split, size, found = self.splits[dim], var.aval.shape[dim], list[Reader | None]()
+        split, found = self.splits[dim], list[Reader | None]()
         if (var, dim, split) not in self.ctx.rows:
+            size = var.aval.shape[dim]
             for row_map, splits in self._others(var):
                 if split and splits[dim] is split:
                     own = [n for n in row_map.layers if row_map.operands[n.source] is var]
@@ -288,7 +326,7 @@ class Painting:
         number, found = layer.source, dict[int, Any]()
         if layer.is_constant or self.map.at_run_time or not self.shared:
             return {}
-        several = self._moving(self.map.operands[number])
+        several = self._moving(self.variables[number])
         for d in several or self.cut:
             if self.tiles[number].sharding.splits[d]:
                 if (number, d) not in self.hulls:
@@ -300,11 +338,24 @@ class Painting:
 
     def _hull(self, layers: Sequence[Layer], dim: int, several: bool) -> Any:
         """Who reads these layers, and what they have in common with others, if that sends less."""
-        var, split = self.map.operands[layers[0].source], self.splits[dim]
+        (number, *_), split = [n.source for n in layers], self.splits[dim]
         assert split
-        size, rows = var.aval.shape[dim], self.map.shape[dim]
+        var, size, rows = self.variables[number], self.tiles[number].shape[dim], self.map.shape[dim]
         own, together = reader(layers, dim, size, rows, split.tiles), self._together(var, dim)
         if own in together.readers and together.is_less(several):
             return own, together
         alone = own and Together([own], size)  # without readers where rows are too far apart
         return (own, alone) if own and alone and alone.readers and own.copies[1:] else None
+
+
+def _within_runs(layer: Layer, read: Mapping[int, Sequence[slice]]) -> Layer:
+    """A layer of a source of which runs of some dims are left, one behind the other."""
+    for d, runs in read.items():
+        at, axis, rows = 0, layer.axes[d], layer.read(d)
+        for r in runs:
+            if r.start <= rows.start < r.stop:
+                break
+            at += -(-(r.stop - r.start) // r.step)
+        axis = axis._replace(stride=axis.stride // r.step if axis.rows > 1 else 1)
+        layer = layer.along(d, axis, at + (layer.base[d] - r.start) // r.step)
+    return layer

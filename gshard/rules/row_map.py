@@ -121,7 +121,9 @@ def _way(row_map: RowMap, shardings: Shardings, result: Sharding, aval: Any) -> 
         used = [d for d in row_map.moving if (split := here.splits[d]) and not split.idle]
         kept = _towards(result, here, used)  # its splits where the result has none
         if kept is not operands[number]:
-            inside, count = _sent(row_map, layers, shape, kept, result, aval.dtype)
+            parts = _parts(row_map, layers, shape, kept, result)
+            found = [_sent(row_map, part, shape, kept, result, aval.dtype) for part in parts]
+            inside, count = sum(n for n, _ in found), sum(n for _, n in found)
             gathered, aligned = (
                 reshard_cost(here, there, shape, aval.dtype) for there in (operands[number], kept)
             )
@@ -129,6 +131,18 @@ def _way(row_map: RowMap, shardings: Shardings, result: Sharding, aval: Any) -> 
             if aligned + (timed(inside) if collected else inside) < gathered:
                 operands[number], sent, steps = kept, sent + inside, steps + count
     return Way(tuple(operands), (result,), steps, sent=sent)
+
+
+def _parts(
+    row_map: RowMap, layers: Sequence[Layer], shape: Sequence[int], here: Sharding, result: Sharding
+) -> list[Sequence[Layer]]:
+    """The layers of a source by what they need of it, if they send less apart."""
+    needs = [] if row_map.at_run_time else row_map.needs(layers, here)
+    if len(needs) < 2:
+        return [layers]
+    options = [[layers], needs]
+    sent = [sum(_sent(row_map, n, shape, here, result, np.int8)[0] for n in o) for o in options]
+    return options[sent[1] < sent[0]]
 
 
 def _sent(
@@ -146,8 +160,7 @@ def _sent(
         return 0.0, 0
     for d in row_map.moving:
         if d not in cut:
-            rows = row_map.read(layers, d)
-            start[d] = -(-(rows.stop - rows.start) // rows.step)
+            start[d] = sum(-(-(r.stop - r.start) // r.step) for r in row_map.read(layers, d))
     sent, steps, seen = 0.0, 0, set[Any]()
     known = not row_map.at_run_time
     moves = {d: moves_of(layers, d) if known and result.splits[d] else () for d in cut}
@@ -200,7 +213,12 @@ def row_map_rule(of: RowMapOf = RowMap, **rest: Any) -> Rule:
         if isinstance(way.how, Sharding):  # gathered for all slices
             tiles = [ctx.reshard(tiles[0], way.how, reason)]
         ready = {n: ctx.reshard(t, way.operands[n], reason) for n, t in enumerate(tiles)}
-        array = Painting(ctx, row_map, way.results[0]).run(ready)
+        apart = [
+            n
+            for n, own in row_map.sources.items()
+            if len(_parts(row_map, own, tiles[n].shape, way.operands[n], way.results[0])) > 1
+        ]
+        array = Painting(ctx, row_map, way.results[0]).run(ready, apart)
         return [Tile(array, way.results[0], shape)]
 
     def on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:

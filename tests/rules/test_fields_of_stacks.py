@@ -1,0 +1,135 @@
+"""Fields in one tensor, as in a lattice Boltzmann step: each is moved by itself, as by an expert.
+
+Rows of a field are sent that some tile needs of that field, however it is taken out of the stack
+and put back, and rows of no other field.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.oracle import check, random_array, sent
+
+DOWN = (0, 1, 0, -1, 0, 1, -1, -1, 1)  # of the populations of D2Q9: six of them change rows
+ALONG = (0, 0, 1, 0, -1, 1, 1, -1, -1)
+ROWS, ROW = np.arange(8).reshape(1, 8, 1), 24 * 4
+
+
+def moved(f, q):
+    return jnp.roll(f, (DOWN[q], ALONG[q]), (0, 1))
+
+
+def stacked(f):
+    return jnp.stack([moved(f[q], q) for q in range(9)])
+
+
+def concatenated(f):
+    shifts = zip(DOWN, ALONG, strict=True)
+    return jnp.concatenate([jnp.roll(f[q : q + 1], by, (1, 2)) for q, by in enumerate(shifts)])
+
+
+def updated(f):
+    for q in range(9):
+        f = f.at[q].set(moved(f[q], q))
+    return f
+
+
+def in_the_last_dim(f):
+    f = jnp.moveaxis(f, 0, -1)
+    return jnp.stack([moved(f[..., q], q) for q in range(9)], -1)
+
+
+def laplacians(f):
+    padded = [jnp.pad(f[q], 1) for q in range(3)]
+    return jnp.stack([u[2:, 1:-1] + u[:-2, 1:-1] for u in padded])
+
+
+def differences(f):
+    return f[1][2:] - f[1][:-2]
+
+
+def upwind(f):
+    u, v = f[0], f[1]
+    return jnp.stack([u * (u - jnp.roll(u, 1, 0)), v * (v - jnp.roll(v, 1, 0))])
+
+
+PROGRAMS = {
+    stacked: (6, 12), concatenated: (6, 12), updated: (6, 12), in_the_last_dim: (6, 12),
+    laplacians: (6, 12), differences: (2, 4), upwind: (2, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_each_field_sends_its_own_rows(program):
+    field = random_array((9, 16, 24))
+    forward, both = PROGRAMS[program]
+    assert sent(check(program, field, inputs=[ROWS])) <= forward * ROW
+
+    def gradient(f):
+        return jax.grad(lambda f: jnp.sum(program(f) ** 2))(f)
+
+    assert sent(check(gradient, field, inputs=[ROWS])) <= both * ROW
+
+
+def test_both_dims_split():
+    """On 2 x 4: rows of half of the columns, columns of half of the rows, and corners."""
+    tiles = np.arange(8).reshape(1, 2, 4)
+    lowered = check(stacked, random_array((9, 16, 24)), inputs=[tiles])
+    assert sent(lowered) <= 4 * (6 * 6 + 6 * 8)
+
+
+def test_fields_split_send_no_rows():
+    """Where the fields themselves are split, nothing is cut out of them."""
+    tiles = np.arange(8).reshape(8, 1, 1)
+    lowered = check(lambda f: jnp.roll(f, 1, 1), random_array((8, 16, 24)), inputs=[tiles])
+    assert sent(lowered) == 0
+
+
+TAKE = (lambda f, q: f[q], lambda f, q: f[q : q + 1], lambda f, q: jnp.take(f, q, 0))
+MOVES = (
+    lambda u, n: jnp.roll(u, n, -2),
+    lambda u, n: jnp.roll(u, (n, 1), (-2, -1)),
+    lambda u, n: jnp.concatenate([u[..., n + 2 :, :], u[..., : n + 2, :]], -2),
+    lambda u, n: jnp.flip(u, -2) + n,
+    lambda u, n: jnp.pad(u, [(0, 0)] * (u.ndim - 2) + [(2, 2), (0, 0)])[..., 2 + n : n - 2 or None, :],
+    lambda u, n: u.at[..., 1:-1, :].set(u[..., 2:, :] - u[..., :-2, :]),
+)  # fmt: skip
+FIELD = st.tuples(
+    st.sampled_from(TAKE), st.integers(0, 4), st.sampled_from(MOVES), st.integers(-2, 1)
+)
+
+
+def checked(fields, rows, dim, devices):
+    def program(f):
+        found = []
+        for take, q, move, n in fields:
+            u = move(take(f, q), n)
+            found.append(u.reshape(-1, *u.shape[-2:]) * (q + 1))
+        return jnp.concatenate(found)
+
+    def both(f):
+        return program(f), jax.grad(lambda f: jnp.sum(jnp.sin(program(f))))(f)
+
+    tiles = np.arange(devices).reshape([devices if d == dim else 1 for d in range(3)])
+    check(both, random_array((5, rows, 6)), devices=devices, inputs=[tiles], atol=1e-4)
+
+
+DRAWN = (
+    st.lists(FIELD, min_size=2, max_size=6), st.sampled_from([8, 13, 16]),
+    st.sampled_from([1, 1, 0, 2]), st.sampled_from([2, 4, 8]),
+)  # fmt: skip
+
+
+@given(*DRAWN)
+def test_drawn_fields(fields, rows, dim, devices):
+    checked(fields, rows, dim, devices)
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(*DRAWN)
+def test_many_drawn_fields(fields, rows, dim, devices):
+    checked(fields, rows, dim, devices)
