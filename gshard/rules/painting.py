@@ -159,7 +159,8 @@ class Painting:
     ) -> Sequence[Layer]:
         """The layers, with a part of those of a source as layers of an operand of their own."""
         source, chosen = part[0].source, set(part)
-        self.tiles[number], self.variables[number] = self.tiles[source], Var(self.map.operands[source].aval)
+        self.tiles[number] = self.tiles[source]
+        self.variables[number] = Var(self.map.operands[source].aval)
         layers = [n.of(number) if n in chosen else n for n in layers]
         return self._narrowed(number, [n.of(number) for n in part], layers)
 
