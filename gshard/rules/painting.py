@@ -119,8 +119,8 @@ class Painting:
         self.variables = dict(enumerate(self.map.operands))
         for number, own in self.map.sources.items():
             if number in apart and not self._shares(number):
-                for part in self.map.needs(own, tiles[number].sharding):
-                    layers = self._as_operand(len(self.variables), part, layers)
+                for alike in self.map.needs(own, tiles[number].sharding):
+                    layers = self._as_operand(len(self.variables), alike, layers)
             else:
                 layers = self._narrowed(number, own, layers)
         self.layers = layers

@@ -138,11 +138,11 @@ def _parts(
 ) -> list[Sequence[Layer]]:
     """The layers of a source by what they need of it, if they send less apart."""
     needs = [] if row_map.at_run_time else row_map.needs(layers, here)
-    if len(needs) < 2:
-        return [layers]
-    options = [[layers], needs]
-    sent = [sum(_sent(row_map, n, shape, here, result, np.int8)[0] for n in o) for o in options]
-    return options[sent[1] < sent[0]]
+
+    def sent(parts: Sequence[Sequence[Layer]]) -> float:
+        return sum(_sent(row_map, part, shape, here, result, np.int8)[0] for part in parts)
+
+    return [*needs] if len(needs) > 1 and sent(needs) < sent([layers]) else [layers]
 
 
 def _sent(

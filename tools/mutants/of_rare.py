@@ -201,6 +201,15 @@ def _rows_of_columns(x: Any) -> Any:
     return y + 1
 
 
+@given(array(4, 16, 3), shows=["map-runs"])
+def _fields_of_a_stack(x: Any) -> Any:
+    """Two of the fields go each way: they are fetched side by side."""
+    x = split(x * 2, 1, 8)
+    fields = [jnp.roll(x[q : q + 1], (1, -1)[q % 2], 1) for q in range(4)]
+    y = jnp.concatenate(fields)  # here
+    return y + 1
+
+
 @given(array(16, 6), array(16, 6, dtype="int32"), shows=["devices-zeros-key"])
 def _row_of_each_type(x: Any, n: Any) -> Any:
     x, n = split(x * 2, 0, 8), split(n * 2, 0, 8)
