@@ -73,7 +73,7 @@ class RowMap:
     def needs(self, layers: Sequence[Layer], source: Sharding) -> list[list[Layer]]:
         """The layers of a source by the rows of split dims that they need of it.
 
-        Those of one window of the unsplit dims are together: the channels of a stack are apart,
+        Layers of one window of the unsplit dims are together: the channels of a stack are apart,
         and the two parts of a roll are not.
         """
         there, here = (
@@ -169,7 +169,7 @@ class Painting:
     ) -> Sequence[Layer]:
         """The layers, with a source whose rows are sent cut to the rows that are read.
 
-        Those of all row maps that fetch rows together: they read what is cut in the same way.
+        The layers of all row maps that fetch rows together: they read what is cut in the same way.
         """
         tile, splits = self.tiles[number], self.tiles[number].sharding.splits
         sent = [d for d in self.map.moving if splits[d]]
