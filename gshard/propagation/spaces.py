@@ -89,6 +89,11 @@ def fits(var: Any, place: Place) -> bool:
     )
 
 
+def shifts(place: Place) -> list[int]:
+    """By how many rows a tensor is shifted in a place, along its dims."""
+    return [abs(space.first) for _, space in place]
+
+
 def of_operand(a: Any, out: Any, place: Place) -> Place:
     """The place of an operand, which may have one row for all of the result's."""
     return tuple((d, space) for d, space in place if a.aval.shape[d] == out.aval.shape[d])

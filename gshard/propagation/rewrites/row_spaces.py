@@ -33,12 +33,12 @@ from gshard.propagation.spaces import (
     Place,
     Space,
     bytes_sent,
-    distance,
     extended,
     fits,
     hold_alike,
     of_operand,
     rank,
+    shifts,
     window_of,
 )  # fmt: skip
 from gshard.rules.base.primitives import row_map_p
@@ -122,33 +122,23 @@ class _RowSpaces:
         self.alone = {a for a in graph.results if not isinstance(a, Literal)}  # read as they are
         self.asked: dict[Any, dict[Place, None]] = {}  # by operands
         self.above: dict[Any, Any] = {}  # the groups of such tensors, as a union of sets
-        self.member, self.inputs = self._groups()
+        self.member = self._groups()
+        self.sizes = Counter(self.member.values())
         self.homes: dict[Any, Place] = {}
         self.before: Reads = {}
         self.after: Reads = {}
         for eqn in reversed(graph.eqns):
             self._decide(eqn)
 
-    def _groups(self) -> tuple[dict[Any, Any], dict[Any, dict[Any, None]]]:
-        """Groups of tensors of one shape that are computed of each other, and what they read."""
+    def _groups(self) -> dict[Any, Any]:
+        """The groups of tensors of one shape that are computed of each other."""
         eqns = [n for n in self.graph.eqns if windows.is_by_element(n) or windows.has_windows(n)]
         made = {eqn.outvars[0] for eqn in eqns}
-        edges = [
-            (eqn.outvars[0], a)
-            for eqn in eqns
-            for a in (windows.tensors(eqn) if windows.is_by_element(eqn) else ())
-            if a.aval.shape == eqn.outvars[0].aval.shape
-        ]
-        for out, a in edges:
-            if a in made:
-                self._join(a, out)
-        member = {out: self._group(out) for out in made}
-        self.sizes = Counter(member.values())
-        inputs: dict[Any, dict[Any, None]] = {group: {} for group in member.values()}
-        for out, a in edges:
-            if a not in made:
-                inputs[member[out]][a] = None
-        return member, inputs
+        for eqn in filter(windows.is_by_element, eqns):
+            for a in windows.tensors(eqn):
+                if a in made and a.aval.shape == eqn.outvars[0].aval.shape:
+                    self._join(a, eqn.outvars[0])
+        return {out: self._group(out) for out in made}
 
     # ------------------------------------------------------------ who asks for which rows
 
@@ -232,26 +222,18 @@ class _RowSpaces:
         return most and not halves and not (many and 2 * rows < size)
 
     def _chosen(self, asked: Sequence[Place], var: Any) -> list[Place]:
-        """One place for a group, of those with all rows of its tensors; all of other places."""
+        """One place for a group, of those with all rows of its tensors; all of other places.
+
+        It is the one between the others: rows are shifted least.
+        """
         kinds: dict[Any, list[Place]] = {}
         for place in asked:
             kinds.setdefault(tuple((d, s._replace(first=0)) for d, s in place), []).append(place)
         whole = {kind: own for kind, own in kinds.items() if all(fits(var, p) for p in own)}
         for kind, places in whole.items():
             if (key := (self.member[var], kind)) not in self.homes:
-                self.homes[key] = min(places, key=functools.partial(self._moved, var, places))
+                self.homes[key] = sorted(places, key=shifts)[(len(places) - 1) // 2]
         return [self.homes[self.member[var], kind] for kind in whole] or list(asked)
-
-    def _moved(self, var: Any, places: Sequence[Place], place: Place) -> int:
-        """By how many rows tensors are shifted if the group of one is computed in a place."""
-        own = [entire(var, var.aval.shape)] * (var in self.alone)
-        for a in self.inputs[self.member[var]]:
-            layers = self.maps.get(a, (entire(a, a.aval.shape),))
-            own += [n for n in layers if not n.is_constant and n.is_aligned]
-        firsts = [[space.first for _, space in p] for p in (place, *places)]
-        shifts = (abs(a - b) for others in firsts for a, b in zip(firsts[0], others, strict=True))
-        shifted = {found for n in own for _, found in extended(n, place, var.aval.shape)}
-        return sum(shifts) + sum(map(distance, shifted))
 
     def _join(self, one: Any, other: Any) -> None:
         self.above[self._group(one)] = self._group(other)
