@@ -249,6 +249,14 @@ def test_rolls_by_several_rows_fetch_what_all_of_them_read(rows):
     assert sent(both) <= sum(map(sent, far))  # of many tiles: one by one
 
 
+def test_a_shift_by_padding_sends_the_rows_that_cross():
+    def fn(x):
+        return jnp.pad(x, ((2, 0), (0, 0)))[:-2]
+
+    x, how = random_array((64, 3)), {"inputs": [ROWS], "exact": True}
+    assert sent(check(fn, x, outputs=[ROWS], **how)) == 2 * 3 * 4
+
+
 @pytest.mark.parametrize("order", [(0, 4, 1, 5, 2, 6, 3, 7), (0, 2, 4, 6, 7, 5, 3, 1)], ids=str)
 def test_rows_in_another_order_are_fetched_at_once(order):
     """Two rows of each device, of which it has one or none: those of an interleaved pipeline."""

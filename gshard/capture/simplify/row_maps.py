@@ -122,8 +122,8 @@ def _composed(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn]:
     resolved = origins.resolved(layers, eqn.outvars[0])
     if eqn.primitive in _MOVING:
         same = resolved == layers or layers[0].is_all(layers[0].source.aval.shape)
-        moved = _is_shift(resolved) or origins.are_near(resolved, eqn.outvars[0])
-        return painting(eqn, resolved) if moved and not same else [eqn]
+        near = origins.are_near(resolved, eqn.outvars[0])
+        return painting(eqn, resolved) if near and not same else [eqn]
     plain = eqn.primitive is row_map_p or (
         eqn.primitive is p.concatenate_p and len(layers) == len({*eqn.invars})  # none is empty
     )
@@ -162,21 +162,6 @@ def _rows_added(eqn: JaxprEqn, graph: Graph, origins: Origins) -> list[JaxprEqn]
 
 
 _FEW = 4  # rows that are added up
-
-
-def _is_shift(layers: Layers) -> bool:
-    """Whether most of a result is most of one tensor, in runs, beside numbers and a few rows."""
-    kept = [layer for layer in layers if not layer.is_constant]
-    used: dict[Any, int] = {}
-    for layer in kept:
-        _, view = (None, layer) if layer.is_aligned else viewed(layer) or (None, None)
-        if view is None or not all(axis.is_run for axis in view.axes):
-            return False
-        used[layer.source] = used.get(layer.source, 0) + layer.size
-    if not used:
-        return False
-    source = max(used, key=lambda s: used[s])
-    return 4 * used[source] >= 3 * max(source.aval.size, sum(used.values()))
 
 
 class Origins:

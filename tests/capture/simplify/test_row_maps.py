@@ -40,14 +40,6 @@ def test_a_roll_whose_first_row_is_set_is_a_shift():
     """)
 
 
-def test_a_shift_by_padding():
-    assert composed(lambda x: jax.lax.pad(x, 0.0, ((2, 0, 0), (0, 0, 0)))[:8], X) == dedent("""
-        program (a:f32[8,2])
-          b:f32[8,2] = row_map[layers=(0[] at [0:2, 0:2], 1[0:6, 0:2] at [2:8, 0:2])] 0.0 a
-          return b
-    """)
-
-
 def test_the_gradient_of_a_roll_is_a_roll():
     def fn(x):
         return jax.vjp(lambda x: jnp.roll(x, 3, axis=0), x)[1](x)[0]
