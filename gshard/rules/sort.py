@@ -8,6 +8,7 @@ are splits of factors of which one cannot be split (`Factors.unsplit`).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -112,15 +113,17 @@ def _columnsort_cost(eqn: JaxprEqn, here: Sharding, dim: int, rows: int) -> tupl
     width = sum(itemsize_of(a.aval.dtype) for a in eqn.invars)
     inside = rows_sent(rows, here.tiles[dim]) * math.prod(local) // rows
     after = standard_elements(here, tuple(local), shape)  # rows shift between tiles at the end
-    sent = inside * (width + padded + 4 * _needs_index(eqn)) + after * width
+    index = _index_type(eqn, shape[dim])
+    sent = inside * (width + padded + (0 if index is None else index.itemsize)) + after * width
     return _work(eqn, local, dim, sorts=4), timed(sent, (3 + padded) * len(eqn.invars))
 
 
-def _needs_index(eqn: JaxprEqn) -> bool:
-    """Whether equal keys can be told apart, so that their order matters."""
-    return eqn.params["num_keys"] < len(eqn.invars) or not all(
-        jnp.issubdtype(a.aval.dtype, jnp.integer) for a in eqn.invars
-    )
+def _index_type(eqn: JaxprEqn, rows: int) -> np.dtype | None:
+    """The type of an index, which is sent; None if equal keys cannot be told apart."""
+    keys_alone = eqn.params["num_keys"] == len(eqn.invars)
+    if keys_alone and all(jnp.issubdtype(a.aval.dtype, jnp.integer) for a in eqn.invars):
+        return None
+    return np.dtype(np.uint16 if rows <= 2**16 else np.int32)
 
 
 def _sort_columns(ctx: Context, eqn: JaxprEqn, tiles: Tiles, here: Sharding, rows: int) -> Tiles:
@@ -137,16 +140,13 @@ def _sort_columns(ctx: Context, eqn: JaxprEqn, tiles: Tiles, here: Sharding, row
     own, size = ready[0].array.shape[dim], ready[0].shape[dim]
     row = lax.broadcasted_iota(jnp.int32, columns[0].shape, 0)
     index = row + ready[0].offset(place, dim)
-    first: list[jax.Array] = []
-    if rows * split.tiles != size:
-        first = [((row >= own) | (index >= size)).astype(jnp.uint8)]
-    last = [index] if _needs_index(eqn) else []
+    beyond = ((row >= own) | (index >= size)).astype(jnp.uint8)
+    first = [beyond] if rows * split.tiles != size else []
+    dtype = _index_type(eqn, size)
+    last = [] if dtype is None else [index.astype(dtype)]
     keys = len(first) + num_keys + len(last)
     operands = [*first, *columns[:num_keys], *last, *columns[num_keys:]]
-
-    def sort(arrays: list[jax.Array]) -> list[jax.Array]:
-        return list(lax.sort(arrays, dimension=0, is_stable=False, num_keys=keys))
-
+    sort = functools.partial(lax.sort, dimension=0, is_stable=False, num_keys=keys)
     reason = Reason("step", "sort", f"columnsort over {split.tiles} tiles")
     in_front = here.project([dim, *(d for d in range(here.rank) if d != dim)])
     done = columnsort(place, operands, sort, in_front, reason)

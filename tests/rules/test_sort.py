@@ -111,6 +111,14 @@ def test_columnsort_sends_three_times_the_tile():
     assert all("columnsort over 8 tiles" in c.reason for c in low.collectives)
 
 
+def test_an_argsort_sends_less_than_a_gather_of_its_keys():
+    """Its index is sent as 16 bits, beside the integers that it sorts along."""
+    split = even_split(1, 0, 8)
+    low = check(jnp.argsort, tied((8 * 8192,)), inputs=[split], outputs=[split], exact=True)
+    assert "all_gather" not in kinds(low)
+    assert sent(low) < 7 * 8192 * 4
+
+
 def test_other_dims_are_exchanged():
     x = tied((64, 512))
     split = even_split(2, 1, 8)

@@ -77,7 +77,7 @@ def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
     same, zeros = dict[Any, Any](), set[Any]()
     for eqn in eqns:
         eqn = renamed(eqn, same) if same else eqn
-        if eqn.primitive is split_p:
+        if eqn.primitive is split_p and (len(eqn.outvars) > 1 or eqn.outvars[0] in graph.results):
             yield from _slices(eqn)
             continue
         if eqn.primitive in _INDEXED:
@@ -90,7 +90,7 @@ def _plain(eqns: Sequence[JaxprEqn], graph: Graph) -> Iterator[JaxprEqn]:
             elif not source.aval.size:  # of an empty slice
                 zero = Literal(np.zeros((), aval.dtype), aval.update(shape=(), weak_type=False))
                 eqn = filling(eqn, zero, eqn.outvars[0])
-        if eqn.primitive in (p.slice_p, p.pad_p):
+        if eqn.primitive in (p.slice_p, p.pad_p, split_p):
             (out,), source = eqn.outvars, eqn.invars[0]
             widths = [c for around in eqn.params.get("padding_config", ()) for c in around]
             if not any(widths) and out.aval == source.aval and out not in graph.results:

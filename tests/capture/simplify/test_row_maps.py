@@ -60,6 +60,15 @@ def test_a_tensor_of_which_little_is_used_is_cut_first():
     assert "slice[" in composed(fn, X, X)
 
 
+def test_a_split_into_one_part_changes_nothing():
+    """`jax.jacfwd` splits the unit vectors like that, which every device can make."""
+    assert composed(lambda x: jnp.sin(jax.lax.split(x, (8,))[0]), X) == dedent("""
+        program (a:f32[8,2])
+          b:f32[8,2] = sin a
+          return b
+    """)
+
+
 def test_an_update_in_a_loop_at_an_index_that_jax_hoisted():
     """A gradient's index is a constant of the scan, whose value is known outside."""
 
