@@ -3,6 +3,7 @@
 Bounds are those of docs/results/paper.md, in the digits that it shows.
 """
 
+import jax
 import numpy as np
 import pytest
 
@@ -20,10 +21,12 @@ def test_all_to_all_grows_as_the_paper_measured_and_all_reduce_does_not():
 
 @pytest.mark.slow
 def test_steps_per_second_of_the_papers_six_models():
+    """On each release as the page says: what JAX traces of a rematerialized layer differs."""
+    mean, largest = (0.132, 0.203) if jax.__version_info__ < (0, 11) else (0.128, 0.205)
     errors = [abs(row.error) for row in paper.steps_per_second()]
     assert len(errors) == 6
-    assert np.mean(errors) == pytest.approx(0.132, abs=0.001)
-    assert max(errors) == pytest.approx(0.203, abs=0.001)
+    assert np.mean(errors) == pytest.approx(mean, abs=0.001)
+    assert max(errors) == pytest.approx(largest, abs=0.001)
 
 
 @pytest.mark.slow
