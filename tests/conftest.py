@@ -79,6 +79,11 @@ COMPILING = {
 }  # fmt: skip
 
 
+def pytest_make_parametrize_id(val):
+    """Long cases have short names, which pytest-xdist sends and the environment has in turn."""
+    return f"{val[:80]!r}..." if isinstance(val, str | bytes) and len(val) > 300 else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Tests of a file share what was lowered, compiled or trained, and run in one process.
@@ -87,9 +92,10 @@ def pytest_collection_modifyitems(items):
     others compute. A function with several cases runs the first of every ten; the others are slow
     tests. Slow tests but those of translation run wherever a process is free, before quick ones.
     """
+    places = {path: path.relative_to(HERE) for path in {item.path for item in items}}
     families = collections.Counter()
     for item in items:
-        place = item.path.relative_to(HERE)
+        place = places[item.path]
         slow = item.get_closest_marker("slow") is not None
         if place.parts[0] in COMPILING and not slow:
             family = item.nodeid.partition("[")[0]
@@ -101,7 +107,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(group))
 
     def turn(item):
-        if item.path.relative_to(HERE).parts[0] == "mt":
+        if places[item.path].parts[0] == "mt":
             return 0
         return 1 if item.get_closest_marker("xdist_group") is None else 2
 
