@@ -88,6 +88,12 @@ class RowMap:
             found.setdefault(rows, []).extend(own)
         return [*found.values()]
 
+    def extent(self, var: Any) -> list[tuple[int, int]]:
+        """From where to where, along each dim, layers of an operand read it."""
+        layers = [n for n in self.layers if n.base and self.operands[n.source] is var]
+        read = [[n.read(d) for n in layers] for d in range(len(self.shape) if layers else 0)]
+        return [(min(r.start for r in own), max(r.stop for r in own)) for own in read]
+
     def order(self, source: Sharding, shape: Sequence[int]) -> list[int]:
         """The dims in the order that sends least: first those that shrink for free."""
 
@@ -280,7 +286,10 @@ class Painting:
     # ------------------------------------------------------------ rows for several row maps
 
     def _others(self, var: Any) -> list[tuple[RowMap, Sequence[Split | None]]]:
-        """The row maps that read a source, and the splits of their results."""
+        """The row maps that read a source where this one does, and the splits of their results.
+
+        Rows of other windows of its unsplit dims, as of other fields of a stack, are others.
+        """
         known = self.ctx.rows
         if var not in known:
             readers = (eqn for eqn in self.ctx.readers(var) if eqn.primitive in ROW_MAPS)
@@ -288,7 +297,14 @@ class Painting:
             maps = [known.setdefault(eqn, known.get(eqn) or RowMap(eqn)) for eqn in eqns]
             splits = [self.ctx.sharding(eqn.outvars[0]).splits for eqn in eqns]
             known[var] = list(zip(maps, splits, strict=True))
-        return list(known[var])
+        free, own = [d for d, s in enumerate(self.splits) if s is None], self.map.extent(var)
+
+        def meets(other: RowMap) -> bool:
+            both = zip(own, other.extent(var), strict=True)
+            ranges = [(max(a, c), min(b, d)) for (a, b), (c, d) in both]
+            return bool(own) and all(ranges[d][0] < ranges[d][1] for d in free)
+
+        return [(other, splits) for other, splits in known[var] if meets(other)]
 
     def _is_read(self, eqn: JaxprEqn) -> bool:
         """Whether tiles of a row map are read: operators with windows fetch what they need."""
@@ -297,27 +313,25 @@ class Painting:
 
     def _together(self, var: Any, dim: int) -> Together:
         """What row maps read of a source for tiles that are split like those here."""
-        split, found = self.splits[dim], list[Reader | None]()
-        if (var, dim, split) not in self.ctx.rows:
+        split, found, others = self.splits[dim], list[Reader | None](), self._others(var)
+        key = (var, dim, split, *(row_map for row_map, _ in others))
+        if key not in self.ctx.rows:
             size = var.aval.shape[dim]
-            for row_map, splits in self._others(var):
+            for row_map, splits in others:
                 if split and splits[dim] is split:
                     own = [n for n in row_map.layers if row_map.operands[n.source] is var]
                     each = [own] if moves_of(own, dim) else [[n] for n in own]
                     found += [reader(n, dim, size, row_map.shape[dim], split.tiles) for n in each]
-            self.ctx.rows[var, dim, split] = Together([r for r in found if r], size)
-        return cast(Together, self.ctx.rows[var, dim, split])
+            self.ctx.rows[key] = Together([r for r in found if r], size)
+        return cast(Together, self.ctx.rows[key])
 
     def _moving(self, var: Any) -> Sequence[int]:
         """The dims to fetch rows along: all that move rows, if one row map has several."""
-        if (var, self.splits) not in self.ctx.rows:
-            moved = [
-                {d for d in other.moving if splits[d] and splits[d] is self.splits[d]}
-                for other, splits in self._others(var)
-            ]
-            corners = any(len(dims) > 1 for dims in moved)
-            self.ctx.rows[var, self.splits] = sorted(set().union(*moved)) if corners else ()
-        return cast(Sequence[int], self.ctx.rows[var, self.splits])
+        moved = [
+            {d for d in other.moving if splits[d] and splits[d] is self.splits[d]}
+            for other, splits in self._others(var)
+        ]
+        return sorted(set().union(*moved)) if any(len(dims) > 1 for dims in moved) else ()
 
     def _hulls(self, layer: Layer) -> dict[int, tuple[Reader, Together]]:
         """The rows that are fetched at once, by dims: those of all row maps, if that sends less.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Primitive
@@ -10,7 +12,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import Var
 from gshard.graph import replacing
-from gshard.graph.row_map import Axis, Layer, apart
+from gshard.graph.row_map import Axis, Layer, apart, entire
 from gshard.rules.base.primitives import row_map_p
 
 
@@ -23,7 +25,7 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
     operands: dict[Any, tuple[int, Any]] = {}  # by variable; literals by identity
     views: dict[tuple[Any, tuple[int, ...]], Any] = {}  # a source is read through one of a shape
     numbered: list[Layer] = []
-    for layer in apart(layers, result.aval.shape):
+    for layer in _by_fields(eqn, [*apart(layers, result.aval.shape)], before):
         source = layer.source
         if not layer.is_constant and not layer.is_aligned and (found := viewed(layer)):
             shape, layer = found
@@ -42,6 +44,44 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
         numbered.append(layer.of(number))
     operands_of_map, layers = [source for _, source in operands.values()], tuple(numbered)
     return [*before, replacing(eqn, row_map_p, operands_of_map, result, layers=layers)]
+
+
+def _by_fields(
+    eqn: JaxprEqn, layers: Sequence[Layer], before: list[JaxprEqn]
+) -> Iterator[Layer]:
+    """The layers, with what is read of most of a field of a stack as layers of that field.
+
+    A field has a single row of each dim that its layers lost. It is sliced `before`, once, so that
+    what they read of it is moved together.
+    """
+    keys, fields = list(map(_field, layers)), dict[Any, Any]()
+    used = Counter[Any]()
+    for key, layer in zip(keys, layers, strict=True):
+        used[key] += layer.size
+    for key, layer in zip(keys, layers, strict=True):
+        if key and key not in fields:
+            source, base, shape = key
+            fields[key] = None
+            if math.prod(shape) <= 2 * used[key]:
+                field = fields[key] = Var(source.aval.update(shape=shape))
+                whole = Layer(source, base, entire(source, shape).axes)
+                before += _slicing(replacing(eqn, row_map_p, [], field), whole)
+        if key and fields[key] is not None:
+            base = tuple(a - b for a, b in zip(layer.base, key[1], strict=True))
+            layer = Layer(fields[key], base, layer.axes)
+        yield layer
+
+
+def _field(layer: Layer) -> tuple[Any, tuple[int, ...], tuple[int, ...]] | None:
+    """The source of a layer that lost dims of it, with the first element and shape of its field."""
+    if layer.is_constant or layer.is_aligned:
+        return None
+    read, shape = {axis.dim for axis in layer.axes}, layer.source.aval.shape
+    lost = [d not in read and n > 1 for d, n in enumerate(shape)]
+    if not any(lost):
+        return None
+    base = tuple(n if gone else 0 for n, gone in zip(layer.base, lost, strict=True))
+    return layer.source, base, tuple(1 if gone else n for n, gone in zip(shape, lost, strict=True))
 
 
 def viewed(layer: Layer) -> tuple[tuple[int, ...], Layer] | None:

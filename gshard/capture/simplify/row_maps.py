@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
-from gshard._jax import Var, split_p, tile_p
+from gshard._jax import Var, split_p, stack_p, tile_p
 from gshard.capture.simplify import known_windows
 from gshard.capture.simplify.moved_first import moved_first
 from gshard.capture.simplify.painting import painting, reshaped, viewed
@@ -254,6 +254,14 @@ def _of_reshape(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers 
     return tuple(by_rows(Layer(eqn.invars[0], (0,) * len(source), axes)))
 
 
+def _of_stack(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
+    at, layers = eqn.params["axis"], list[Layer]()
+    for number, a in enumerate(eqn.invars):
+        axes = [Axis(0, n, d) for d, n in enumerate(a.aval.shape)]
+        layers.append(Layer(a, (0,) * len(axes), (*axes[:at], Axis(number, 1), *axes[at:])))
+    return tuple(layers)
+
+
 def _of_broadcast(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
     source, shape = eqn.invars[0], result.aval.shape
     if len(eqn.invars) > 1:
@@ -340,6 +348,7 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
     p.reshape_p: _of_reshape,
     p.squeeze_p: _of_reshape,
     p.broadcast_in_dim_p: _of_broadcast,
+    stack_p: _of_stack,
     tile_p: _of_copies,
     p.gather_p: lambda e, result, graph, maps: known_windows.gathered(e, graph),
     p.scatter_p: _of_update,
@@ -351,4 +360,4 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
 _REWRITTEN = {*_MAPS, *known_windows.COMBINING, split_p}
 _INDEXED = (p.gather_p, p.scatter_p, *known_windows.COMBINING)
 _MOVING = (p.slice_p, p.pad_p, p.rev_p)
-_VIEWS = (p.reshape_p, p.squeeze_p, p.broadcast_in_dim_p)
+_VIEWS = (p.reshape_p, p.squeeze_p, p.broadcast_in_dim_p, stack_p)
