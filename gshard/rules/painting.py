@@ -300,9 +300,10 @@ class Painting:
         free, own = [d for d, s in enumerate(self.splits) if s is None], self.map.extent(var)
 
         def meets(other: RowMap) -> bool:
-            both = zip(own, other.extent(var), strict=True)
-            ranges = [(max(a, c), min(b, d)) for (a, b), (c, d) in both]
-            return bool(own) and all(ranges[d][0] < ranges[d][1] for d in free)
+            theirs = other.extent(var)  # none if all is painted over
+            return bool(own and theirs) and all(
+                max(own[d][0], theirs[d][0]) < min(own[d][1], theirs[d][1]) for d in free
+            )
 
         return [(other, splits) for other, splits in known[var] if meets(other)]
 

@@ -24,9 +24,14 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
     before: list[JaxprEqn] = []
     operands: dict[Any, tuple[int, Any]] = {}  # by variable; literals by identity
     views: dict[tuple[Any, tuple[int, ...]], Any] = {}  # a source is read through one of a shape
+    transposed: dict[tuple[Any, tuple[int, ...]], Any] = {}
     numbered: list[Layer] = []
-    for layer in _by_fields(eqn, [*apart(layers, result.aval.shape)], before):
+    for own in _by_fields(eqn, [*apart(layers, result.aval.shape)], before):
+        known, layer = len(transposed), turned(own, transposed)
         source = layer.source
+        if len(transposed) > known:
+            order = [*transposed][-1][1]
+            before.append(replacing(eqn, p.transpose_p, [own.source], source, permutation=order))
         if not layer.is_constant and not layer.is_aligned and (found := viewed(layer)):
             shape, layer = found
             if shape != source.aval.shape:
@@ -46,9 +51,7 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
     return [*before, replacing(eqn, row_map_p, operands_of_map, result, layers=layers)]
 
 
-def _by_fields(
-    eqn: JaxprEqn, layers: Sequence[Layer], before: list[JaxprEqn]
-) -> Iterator[Layer]:
+def _by_fields(eqn: JaxprEqn, layers: Sequence[Layer], before: list[JaxprEqn]) -> Iterator[Layer]:
     """The layers, with what is read of most of a field of a stack as layers of that field.
 
     A field has a single row of each dim that its layers lost. It is sliced `before`, once, so that
@@ -82,6 +85,21 @@ def _field(layer: Layer) -> tuple[Any, tuple[int, ...], tuple[int, ...]] | None:
         return None
     base = tuple(n if gone else 0 for n, gone in zip(layer.base, lost, strict=True))
     return layer.source, base, tuple(1 if gone else n for n, gone in zip(shape, lost, strict=True))
+
+
+def turned(layer: Layer, made: dict[tuple[Any, tuple[int, ...]], Any]) -> Layer:
+    """A layer of its source transposed, if it has the dims in another order; of one in `made`."""
+    read = [axis.dim for axis in layer.axes if axis.dim is not None]
+    if layer.is_constant or read == sorted(read):
+        return layer
+    shape = layer.source.aval.shape
+    order = (*(d for d in range(len(shape)) if d not in read), *read)
+    if (layer.source, order) not in made:
+        aval = layer.source.aval.update(shape=tuple(shape[d] for d in order))
+        made[layer.source, order] = Var(aval)
+    axes = (a if a.dim is None else a._replace(dim=order.index(a.dim)) for a in layer.axes)
+    base = tuple(layer.base[d] for d in order)
+    return Layer(made[layer.source, order], base, tuple(axes))
 
 
 def viewed(layer: Layer) -> tuple[tuple[int, ...], Layer] | None:

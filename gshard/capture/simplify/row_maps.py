@@ -20,14 +20,14 @@ from jax.extend.core import primitives as p
 from gshard._jax import Var, split_p, stack_p, tile_p
 from gshard.capture.simplify import known_windows
 from gshard.capture.simplify.moved_first import moved_first
-from gshard.capture.simplify.painting import painting, reshaped, viewed
+from gshard.capture.simplify.painting import painting, reshaped, turned, viewed
 from gshard.capture.simplify.passes import in_every_body
 from gshard.graph import Graph, filling, live, renamed, replacing
 from gshard.graph.row_map import Axis, Layer, by_rows, entire, through, visible
 from gshard.rules.base.layers import ROW_MAPS, Layers, layers_of
 from gshard.rules.base.primitives import row_map_p
 
-Near = Callable[[Any, Any], bool]
+Near = Callable[[Layer, Any], bool]
 
 
 def composed(graph: Graph, near: Near | None = None) -> list[JaxprEqn]:
@@ -168,7 +168,7 @@ class Origins:
     """The tensors that elements of a program come from, through all row maps between."""
 
     def __init__(self, graph: Graph, near: Near | None = None):
-        self.near = near or (lambda source, result: False)
+        self.near = near or (lambda layer, result: False)
         self.maps: dict[Any, Layers] = {}
         self.known: dict[Any, Layers] = {}
         for eqn in graph.eqns:  # in order: a long chain is no deep recursion
@@ -210,18 +210,20 @@ class Origins:
             mostly = all(
                 r.is_constant
                 or 2 * used.get(r.source, 0) >= r.source.aval.size
-                or self.near(r.source, result)
+                or self.near(r, result)
                 for r in found
             )
             # A source with other dims than the result is not split as that is.
-            painted = mostly and all(r.is_constant or r.is_aligned or viewed(r) for r in found)
+            painted = mostly and all(
+                r.is_constant or r.is_aligned or viewed(turned(r, {})) for r in found
+            )
             resolved += found if painted else [layer]
         return visible(resolved)
 
     def are_near(self, layers: Layers, result: Any) -> bool:
         """Whether a result is painted with tensors near it alone."""
-        sources = [layer.source for layer in layers if not layer.is_constant]
-        return bool(sources) and all(self.near(source, result) for source in sources)
+        own = [layer for layer in layers if not layer.is_constant]
+        return bool(own) and all(self.near(layer, result) for layer in own)
 
     def of_layer(self, layer: Layer, maps: dict[Any, Layers]) -> Iterator[Layer]:
         """A layer as layers of what `maps` has for its source."""
@@ -252,6 +254,11 @@ def _of_reshape(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers 
     dims = iter(left)
     axes = tuple(Axis(0, n, next(dims)) if n != 1 else Axis(0, 1) for n in shape)
     return tuple(by_rows(Layer(eqn.invars[0], (0,) * len(source), axes)))
+
+
+def _of_transpose(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
+    turned = zip(eqn.params["permutation"], result.aval.shape, strict=True)
+    return (Layer(eqn.invars[0], (0,) * result.aval.ndim, tuple(Axis(0, n, d) for d, n in turned)),)
 
 
 def _of_stack(eqn: JaxprEqn, result: Any, graph: Graph, maps: Maps) -> Layers | None:
@@ -348,6 +355,7 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
     p.reshape_p: _of_reshape,
     p.squeeze_p: _of_reshape,
     p.broadcast_in_dim_p: _of_broadcast,
+    p.transpose_p: _of_transpose,
     stack_p: _of_stack,
     tile_p: _of_copies,
     p.gather_p: lambda e, result, graph, maps: known_windows.gathered(e, graph),
@@ -360,4 +368,4 @@ _MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph, Maps], Layers | None]] = 
 _REWRITTEN = {*_MAPS, *known_windows.COMBINING, split_p}
 _INDEXED = (p.gather_p, p.scatter_p, *known_windows.COMBINING)
 _MOVING = (p.slice_p, p.pad_p, p.rev_p)
-_VIEWS = (p.reshape_p, p.squeeze_p, p.broadcast_in_dim_p, stack_p)
+_VIEWS = (p.reshape_p, p.squeeze_p, p.broadcast_in_dim_p, p.transpose_p, stack_p)

@@ -71,10 +71,14 @@ def _in_spaces(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], remarks: list[st
     remarks += spaces.remarks()
     large = set(spaces.copies.values())
 
-    def near(source: Any, result: Any) -> bool:
-        return source in large or (
-            result in shardings and shardings.get(source) is shardings[result]
-        )
+    def near(layer: Layer, result: Any) -> bool:
+        here, there = shardings.get(layer.source), shardings.get(result)
+        if layer.source in large or not here or not there:
+            return layer.source in large
+        read = [axis.dim for axis in layer.axes]
+        splits = [None if d is None else here.splits[d] for d in read]
+        whole = all(d in read or not split for d, split in enumerate(here.splits))
+        return whole and splits == [*there.splits] and here.unreduced == there.unreduced
 
     eqns = live(composed(Graph(eqns, jaxpr.outvars), near), jaxpr.outvars)
     same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
