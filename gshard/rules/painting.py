@@ -80,6 +80,8 @@ class RowMap:
             [d for d in self.moving if bool(source.splits[d]) is split] for split in (False, True)
         )
         windows, found = dict[Any, list[Layer]](), dict[Any, list[Layer]]()
+        if not there or not here:
+            return [[*layers]]
         for n in layers:
             read = (n.read(d) for d in there)
             windows.setdefault(tuple((r.start, r.stop, r.step) for r in read), []).append(n)
@@ -88,11 +90,11 @@ class RowMap:
             found.setdefault(rows, []).extend(own)
         return [*found.values()]
 
-    def extent(self, var: Any) -> list[tuple[int, int]]:
-        """From where to where, along each dim, layers of an operand read it."""
-        layers = [n for n in self.layers if n.base and self.operands[n.source] is var]
-        read = [[n.read(d) for n in layers] for d in range(len(self.shape) if layers else 0)]
-        return [(min(r.start for r in own), max(r.stop for r in own)) for own in read]
+    def extent(self, var: Any, dims: Sequence[int]) -> list[tuple[int, int]]:
+        """From where to where, along some dims, layers of an operand read it."""
+        own = [n for n in self.layers if n.base and self.operands[n.source] is var]
+        read = [[n.read(d) for n in own] for d in dims]
+        return [(min([r.start for r in of]), max([r.stop for r in of])) for of in read if of]
 
     def order(self, source: Sharding, shape: Sequence[int]) -> list[int]:
         """The dims in the order that sends least: first those that shrink for free."""
@@ -112,11 +114,13 @@ class Painting:
         self.map = row_map
         self.splits = result.splits
         self.cut = [d for d in row_map.moving if self.splits[d]]
+        self.free = tuple([d for d, split in enumerate(self.splits) if split is None])
         self.local = result.local_shape(row_map.shape)
         self.shared = shared  # whether rows may be fetched for other readers too
         self.arrays: list[jax.Array] = []
         self.on_tile: dict[tuple[Split, int], jax.Array] = {}  # whether a device has a tile
         self.fetched: dict[Any, int] = {}  # the numbers of arrays, by what they are fetched for
+        self.windows: dict[Any, tuple[tuple[int, int], ...]] = {}  # along unsplit dims, by sources
         self.hulls: dict[Any, Any] = {}  # by sources and dims; empty if layers have their own
 
     def run(self, tiles: Mapping[int, Tile], apart: Collection[int] = ()) -> jax.Array:
@@ -297,15 +301,17 @@ class Painting:
             maps = [known.setdefault(eqn, known.get(eqn) or RowMap(eqn)) for eqn in eqns]
             splits = [self.ctx.sharding(eqn.outvars[0]).splits for eqn in eqns]
             known[var] = list(zip(maps, splits, strict=True))
-        free, own = [d for d, s in enumerate(self.splits) if s is None], self.map.extent(var)
+        free, window = self.free, self._window(var)
+        if (var, free, window) not in known:
+            meeting = [(m, s) for m, s in known[var] if _meet(m.extent(var, free), window)]
+            known[var, free, window] = meeting
+        return known[var, free, window]
 
-        def meets(other: RowMap) -> bool:
-            theirs = other.extent(var)  # none if all is painted over
-            return bool(own and theirs) and all(
-                max(own[d][0], theirs[d][0]) < min(own[d][1], theirs[d][1]) for d in free
-            )
-
-        return [(other, splits) for other, splits in known[var] if meets(other)]
+    def _window(self, var: Any) -> tuple[tuple[int, int], ...]:
+        """What is read of a source along unsplit dims, from the first row to the last."""
+        if var not in self.windows:
+            self.windows[var] = tuple(self.map.extent(var, self.free))
+        return self.windows[var]
 
     def _is_read(self, eqn: JaxprEqn) -> bool:
         """Whether tiles of a row map are read: operators with windows fetch what they need."""
@@ -314,11 +320,11 @@ class Painting:
 
     def _together(self, var: Any, dim: int) -> Together:
         """What row maps read of a source for tiles that are split like those here."""
-        split, found, others = self.splits[dim], list[Reader | None](), self._others(var)
-        key = (var, dim, split, *(row_map for row_map, _ in others))
+        split, found = self.splits[dim], list[Reader | None]()
+        key = (var, dim, split, self._window(var))
         if key not in self.ctx.rows:
             size = var.aval.shape[dim]
-            for row_map, splits in others:
+            for row_map, splits in self._others(var):
                 if split and splits[dim] is split:
                     own = [n for n in row_map.layers if row_map.operands[n.source] is var]
                     each = [own] if moves_of(own, dim) else [[n] for n in own]
@@ -328,11 +334,15 @@ class Painting:
 
     def _moving(self, var: Any) -> Sequence[int]:
         """The dims to fetch rows along: all that move rows, if one row map has several."""
-        moved = [
-            {d for d in other.moving if splits[d] and splits[d] is self.splits[d]}
-            for other, splits in self._others(var)
-        ]
-        return sorted(set().union(*moved)) if any(len(dims) > 1 for dims in moved) else ()
+        key = (var, self.splits, self._window(var))
+        if key not in self.ctx.rows:
+            moved = [
+                {d for d in other.moving if splits[d] and splits[d] is self.splits[d]}
+                for other, splits in self._others(var)
+            ]
+            corners = any(len(dims) > 1 for dims in moved)
+            self.ctx.rows[key] = sorted(set().union(*moved)) if corners else ()
+        return cast(Sequence[int], self.ctx.rows[key])
 
     def _hulls(self, layer: Layer) -> dict[int, tuple[Reader, Together]]:
         """The rows that are fetched at once, by dims: those of all row maps, if that sends less.
@@ -362,6 +372,11 @@ class Painting:
             return own, together
         alone = own and Together([own], size)  # without readers where rows are too far apart
         return (own, alone) if own and alone and alone.readers and own.copies[1:] else None
+
+
+def _meet(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
+    """Whether windows have something in common; all dims may be split."""
+    return all([a < d and c < b for (a, b), (c, d) in zip(one, other, strict=False)])
 
 
 def _within_runs(layer: Layer, read: Mapping[int, Sequence[slice]]) -> Layer:

@@ -137,7 +137,8 @@ def _parts(
     row_map: RowMap, layers: Sequence[Layer], shape: Sequence[int], here: Sharding, result: Sharding
 ) -> list[Sequence[Layer]]:
     """The layers of a source by what they need of it, if they send less apart."""
-    needs = [] if row_map.at_run_time else row_map.needs(layers, here)
+    able = not row_map.at_run_time and len(layers) > 1
+    needs = row_map.needs(layers, here) if able else []
 
     def sent(parts: Sequence[Sequence[Layer]]) -> float:
         return sum(_sent(row_map, part, shape, here, result, np.int8)[0] for part in parts)

@@ -23,32 +23,47 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
         return _slicing(eqn, layers[0])
     before: list[JaxprEqn] = []
     operands: dict[Any, tuple[int, Any]] = {}  # by variable; literals by identity
-    views: dict[tuple[Any, tuple[int, ...]], Any] = {}  # a source is read through one of a shape
-    transposed: dict[tuple[Any, tuple[int, ...]], Any] = {}
     numbered: list[Layer] = []
-    for own in _by_fields(eqn, [*apart(layers, result.aval.shape)], before):
+    visible = [*apart(layers, result.aval.shape)]
+    if not all([layer.is_constant or layer.is_aligned for layer in visible]):
+        visible = [*_aligned(eqn, [*_by_fields(eqn, visible, before)], before)]
+    for layer in visible:
+        key = id(layer.source) if isinstance(layer.source, Literal) else layer.source
+        number, _ = operands.setdefault(key, (len(operands), layer.source))
+        numbered.append(layer.of(number))
+    operands_of_map, layers = [source for _, source in operands.values()], tuple(numbered)
+    return [*before, replacing(eqn, row_map_p, operands_of_map, result, layers=layers)]
+
+
+def _aligned(eqn: JaxprEqn, layers: Sequence[Layer], before: list[JaxprEqn]) -> Iterator[Layer]:
+    """The layers, of sources with the dims of the result.
+
+    A source is transposed and reshaped `before`, once; if that does not do, its rows are sliced.
+    """
+    transposed: dict[tuple[Any, tuple[int, ...]], Any] = {}
+    views: dict[tuple[Any, tuple[int, ...]], Any] = {}
+    for own in layers:
+        if own.is_constant or own.is_aligned:
+            yield own
+            continue
         known, layer = len(transposed), turned(own, transposed)
         source = layer.source
         if len(transposed) > known:
             order = [*transposed][-1][1]
             before.append(replacing(eqn, p.transpose_p, [own.source], source, permutation=order))
-        if not layer.is_constant and not layer.is_aligned and (found := viewed(layer)):
+        if found := viewed(layer):
             shape, layer = found
             if shape != source.aval.shape:
                 if (source, shape) not in views:
                     views[source, shape] = view = Var(source.aval.update(shape=shape))
                     before.append(reshaped(eqn, source, view))
                 source = views[source, shape]
-        elif not layer.is_constant and not layer.is_aligned:
+        else:
             rows = Var(source.aval.update(shape=tuple(axis.rows for axis in layer.axes)))
             before += _slicing(replacing(eqn, row_map_p, [], rows), layer)
             axes = tuple(axis._replace(dim=d, stride=1) for d, axis in enumerate(layer.axes))
             source, layer = rows, Layer(rows, (0,) * len(axes), axes)
-        key = id(source) if isinstance(source, Literal) else source
-        number, _ = operands.setdefault(key, (len(operands), source))
-        numbered.append(layer.of(number))
-    operands_of_map, layers = [source for _, source in operands.values()], tuple(numbered)
-    return [*before, replacing(eqn, row_map_p, operands_of_map, result, layers=layers)]
+        yield layer.of(source)
 
 
 def _by_fields(eqn: JaxprEqn, layers: Sequence[Layer], before: list[JaxprEqn]) -> Iterator[Layer]:
