@@ -94,7 +94,7 @@ class RowMap:
         """From where to where, along some dims, layers of an operand read it."""
         own = [n for n in self.layers if n.base and self.operands[n.source] is var]
         read = [[n.read(d) for n in own] for d in dims]
-        return [(min([r.start for r in of]), max([r.stop for r in of])) for of in read if of]
+        return [(min(r.start for r in of), max(r.stop for r in of)) for of in read if of]
 
     def order(self, source: Sharding, shape: Sequence[int]) -> list[int]:
         """The dims in the order that sends least: first those that shrink for free."""
@@ -376,7 +376,7 @@ class Painting:
 
 def _meet(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
     """Whether windows have something in common; all dims may be split."""
-    return all([a < d and c < b for (a, b), (c, d) in zip(one, other, strict=False)])
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=False))
 
 
 def _within_runs(layer: Layer, read: Mapping[int, Sequence[slice]]) -> Layer:

@@ -25,7 +25,7 @@ def painting(eqn: JaxprEqn, layers: Sequence[Layer]) -> list[JaxprEqn]:
     operands: dict[Any, tuple[int, Any]] = {}  # by variable; literals by identity
     numbered: list[Layer] = []
     visible = [*apart(layers, result.aval.shape)]
-    if not all([layer.is_constant or layer.is_aligned for layer in visible]):
+    if not all(layer.is_constant or layer.is_aligned for layer in visible):
         visible = [*_aligned(eqn, [*_by_fields(eqn, visible, before)], before)]
     for layer in visible:
         key = id(layer.source) if isinstance(layer.source, Literal) else layer.source
