@@ -26,6 +26,9 @@ from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, rows_within
 
 
+Window = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # dims, and from where to where
+
+
 class RowMap:
     """An operator whose result is painted; the sources of its layers are numbers of operands."""
 
@@ -114,13 +117,12 @@ class Painting:
         self.map = row_map
         self.splits = result.splits
         self.cut = [d for d in row_map.moving if self.splits[d]]
-        self.free = tuple([d for d, split in enumerate(self.splits) if split is None])
         self.local = result.local_shape(row_map.shape)
         self.shared = shared  # whether rows may be fetched for other readers too
         self.arrays: list[jax.Array] = []
         self.on_tile: dict[tuple[Split, int], jax.Array] = {}  # whether a device has a tile
         self.fetched: dict[Any, int] = {}  # the numbers of arrays, by what they are fetched for
-        self.windows: dict[Any, tuple[tuple[int, int], ...]] = {}  # along unsplit dims, by sources
+        self.windows: dict[Any, Window] = {}  # of sources
         self.hulls: dict[Any, Any] = {}  # by sources and dims; empty if layers have their own
 
     def run(self, tiles: Mapping[int, Tile], apart: Collection[int] = ()) -> jax.Array:
@@ -301,16 +303,20 @@ class Painting:
             maps = [known.setdefault(eqn, known.get(eqn) or RowMap(eqn)) for eqn in eqns]
             splits = [self.ctx.sharding(eqn.outvars[0]).splits for eqn in eqns]
             known[var] = list(zip(maps, splits, strict=True))
-        free, window = self.free, self._window(var)
-        if (var, free, window) not in known:
-            meeting = [(m, s) for m, s in known[var] if _meet(m.extent(var, free), window)]
-            known[var, free, window] = meeting
-        return known[var, free, window]
+        window = self._window(var)
+        if (var, window) not in known:
+            free, own = window
+            meeting = [(m, s) for m, s in known[var] if _meet(m.extent(var, free), own)]
+            known[var, window] = meeting
+        return known[var, window]
 
-    def _window(self, var: Any) -> tuple[tuple[int, int], ...]:
-        """What is read of a source along unsplit dims, from the first row to the last."""
+    def _window(self, var: Any) -> Window:
+        """The dims that are unsplit, and what is read of a source along them, from end to end."""
         if var not in self.windows:
-            self.windows[var] = tuple(self.map.extent(var, self.free))
+            (number,) = (n for n, v in self.variables.items() if v is var)
+            both = zip(self.splits, self.tiles[number].sharding.splits, strict=True)
+            free = tuple([d for d, splits in enumerate(both) if not any(splits)])
+            self.windows[var] = free, tuple(self.map.extent(var, free))
         return self.windows[var]
 
     def _is_read(self, eqn: JaxprEqn) -> bool:
@@ -352,9 +358,10 @@ class Painting:
         number, found = layer.source, dict[int, Any]()
         if layer.is_constant or self.map.at_run_time or not self.shared:
             return {}
-        several = self._moving(self.variables[number])
+        there = self.tiles[number].sharding.splits
+        several = self._moving(self.variables[number]) if any(there) else ()
         for d in several or self.cut:
-            if self.tiles[number].sharding.splits[d]:
+            if there[d]:
                 if (number, d) not in self.hulls:
                     own = [n for n in self.layers if n.source == number]
                     self.hulls[number, d] = moves_of(own, d) and self._hull(own, d, bool(several))

@@ -79,7 +79,7 @@ def row_map_ways(
     options |= dict.fromkeys([s.unsplit(moving) for s in options])
 
     def way(result: Sharding) -> Way:
-        return _way(row_map, shardings, result, eqn.outvars[0].aval)
+        return _way(row_map, shardings, result, target, eqn.outvars[0].aval)
 
     usual = [way(result) for result in options]
     whole = (result.unsplit(moving) for result in options)  # which may be there for others
@@ -112,7 +112,9 @@ def _towards(here: Sharding, target: Sharding, dims: Iterable[int] | None = None
     return here
 
 
-def _way(row_map: RowMap, shardings: Shardings, result: Sharding, aval: Any) -> Way:
+def _way(
+    row_map: RowMap, shardings: Shardings, result: Sharding, target: Sharding, aval: Any
+) -> Way:
     """With a result that is split like that; `Way.how` is the number of collectives inside."""
     operands, sent, steps = list(shardings), 0.0, 0
     for number, layers in row_map.sources.items():
@@ -122,7 +124,7 @@ def _way(row_map: RowMap, shardings: Shardings, result: Sharding, aval: Any) -> 
         kept = _towards(result, here, used)  # its splits where the result has none
         if kept is not operands[number]:
             parts = _parts(row_map, layers, shape, kept, result)
-            found = [_sent(row_map, part, shape, kept, result, aval.dtype) for part in parts]
+            found = [_sent(row_map, n, shape, kept, result, aval.dtype, target) for n in parts]
             inside, count = sum(n for n, _ in found), sum(n for _, n in found)
             gathered, aligned = (
                 reshard_cost(here, there, shape, aval.dtype) for there in (operands[number], kept)
@@ -153,6 +155,7 @@ def _sent(
     source: Sharding,
     result: Sharding,
     dtype: Any,
+    target: Sharding | None = None,
 ) -> tuple[float, int]:
     """The bytes that a device sends for the layers of a source, and in how many collectives."""
     cut = [d for d in row_map.order(source, shape) if d in row_map.moving and source.splits[d]]
@@ -165,6 +168,10 @@ def _sent(
     sent, steps, seen = 0.0, 0, set[Any]()
     known = not row_map.at_run_time
     moves = {d: moves_of(layers, d) if known and result.splits[d] else () for d in cut}
+    wanted = target or result
+    together = sorted(d for d in cut if moves[d] and result.splits[d] is wanted.splits[d])
+    if len(together) > 1:  # in the order in which all row maps of the source fetch them
+        cut = [*together, *(d for d in cut if d not in together)]
     for layer in layers:
         now, key = list(start), list[Any]()
         for d in cut:
