@@ -107,7 +107,8 @@ def _planning(options: Options, order: DeviceOrder) -> Iterator[None]:
     costs = options.hardware.cost_model if options.hardware else GENERIC_COSTS
     latency, work = costs.latency / options.shrunk**2, costs.flops_per_byte / options.shrunk
     rings = costs.rings or _has_rings(order)
-    costs = replace(costs, latency=latency, flops_per_byte=work, rings=rings)
+    shared = costs.shared and not rings  # every message of a ring wakes a process
+    costs = replace(costs, latency=latency, flops_per_byte=work, rings=rings, shared=shared)
     with _jax.without_mesh(), use_cost_model(costs):
         yield
 

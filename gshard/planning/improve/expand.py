@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
 
 from gshard._jax import Var, drop_unused
 from gshard.graph import Names, renamed, renaming
@@ -102,15 +103,22 @@ def _reason(node: Node, step: Reason) -> Reason:
 
 @renaming
 def share(plan: Jaxpr, names: Names) -> Jaxpr:
-    """The plan with equal nodes merged: those that do the same to the same value, for whomever."""
+    """The plan with equal nodes merged: those that do the same to the same value, for whomever.
+
+    Equal slices are merged, too: what is read of a value is cut for each of its readers.
+    """
     eqns: list[JaxprEqn] = []
     made: dict[Any, Any] = {}
     for eqn in plan.eqns:
         eqn = renamed(eqn, names) if names else eqn
-        node = node_of(eqn)
+        node, key = node_of(eqn), None
         if node is not None and not node.reason.is_asked:
+            key = node.unexplained(), eqn.invars[0]
+        elif eqn.primitive is p.slice_p:
+            key = (*eqn.params.values(), eqn.invars[0])
+        if key is not None and not isinstance(key[-1], Literal):
             (out,) = eqn.outvars
-            first = made.setdefault((node.unexplained(), eqn.invars[0]), out)
+            first = made.setdefault(key, out)
             if first is not out:
                 names[out] = first
                 continue

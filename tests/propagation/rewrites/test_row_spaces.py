@@ -234,7 +234,9 @@ def test_the_gradient_of_two_steps_in_two_dims(mode):
     tiles = [np.arange(8).reshape(2, 4)]
     how = {"inputs": tiles, "outputs": tiles, "rtol": 1e-4, "atol": 1e-4}
     low = check(gradient, random_array((128, 96)), **how)
-    assert sent(low) <= 1.1 * 4 * 4 * (24 + 64), low.collectives
+    # On a ring, a row goes three times one way.
+    most = 1.11 if mode == "wrap" else 1.1
+    assert sent(low) <= most * 4 * 4 * (24 + 64), low.collectives
 
 
 def test_the_gradient_of_two_limiters_at_edges():
