@@ -25,7 +25,6 @@ from gshard.tensors.painting import Mask, all_of, any_of, painted
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, rows_within
 
-
 Window = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # dims, and from where to where
 
 
