@@ -18,7 +18,6 @@ class CostModel:
     """The speeds of hardware, each relative to the speed of the links between devices."""
 
     latency: float = 16 * 2**10  # bytes that could be sent during the latency of a collective
-    shared: bool = False  # small collectives count the part of it that they have when combined
     flops_per_byte: float = 512  # operations per byte sent
     memory_per_byte: float = 16  # bytes of memory traffic per byte sent
     calls_to_compare: bool = False  # in sorts, one call per comparison, except for integers
@@ -34,9 +33,7 @@ class CostModel:
         return hash(self.latency)  # part of the key of every plan; there are few of them
 
 
-# Typical of present accelerators. Their latencies are from 10 KB to some MB: where the user has not
-# said which, a small collective has no more of a latency than when it is combined with others.
-GENERIC_COSTS = CostModel(shared=True)
+GENERIC_COSTS = CostModel()  # typical of present accelerators
 _planned_for = contextvars.ContextVar("planned_for", default=GENERIC_COSTS)
 
 
@@ -65,16 +62,9 @@ def sent_bytes(kind: str, size: int, members: int) -> int:
     return times * size * (members - 1) // members
 
 
-def timed(sent: float, collectives: int = 1, size: float | None = None) -> float:
-    """The cost of collectives that send so many bytes in all: with the latency of each.
-
-    `size` is that of the operand of each, by default what it sends.
-    """
-    speeds, part = cost_model(), 1.0
-    if speeds.shared and collectives and speeds.latency:
-        filled = (sent / collectives if size is None else size) / speeds.largest_combined
-        part = min(max(filled, 1 / LATENCIES), 1.0)
-    return sent + collectives * part * speeds.latency
+def timed(sent: float, collectives: int = 1) -> float:
+    """The cost of collectives that send so many bytes in all: with the latency of each."""
+    return sent + collectives * cost_model().latency
 
 
 def passes(rows: float) -> float:

@@ -185,9 +185,8 @@ def combine_cost(here: Sharding, kind: str, target: Sharding, aval: Any) -> floa
     cost, result = 0.0, here.reduced
     if here.unreduced and 0 not in shape:
         cut = _wanted(here, target, shape)
-        scatter, sent, steps = _plan(cut, kind, target, shape, aval.dtype, cost_model())
-        size = math.prod(cut.local_shape(shape)) * itemsize_of(aval.dtype)
-        cost, result = timed(sent, steps, size), scatter.result if scatter else cut.reduced
+        scatter, *sent = _plan(cut, kind, target, shape, aval.dtype, cost_model())
+        cost, result = timed(*sent), scatter.result if scatter else cut.reduced
     return cost + reshard_cost(result, target, shape, aval.dtype)
 
 

@@ -97,8 +97,7 @@ def reshard_cost(
     if source.ragged is not None or target.ragged is not None:
         return _ragged_cost(source, target, shape, dtype)
     sent = [s for s in plan_reshard(source, target, shape, dtype) if s.bytes or s.rounds]
-    size = math.prod(source.local_shape(shape)) * itemsize_of(dtype)
-    return timed(sum(s.bytes for s in sent) * part, len(sent), size)
+    return timed(sum(s.bytes for s in sent) * part, len(sent))
 
 
 def _ragged_cost(source: Sharding, target: Sharding, shape: Sequence[int], dtype: Any) -> float:

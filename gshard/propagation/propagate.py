@@ -117,8 +117,7 @@ def _for_many_collectives(of: CostModel) -> CostModel:
     They will be combined (`planning.improve.combine`), so that each has only a fraction of the
     latency, as in a full combination.
     """
-    latency = min(of.latency, GENERIC_COSTS.latency) / LATENCIES
-    return replace(of, latency=latency, shared=False)
+    return replace(of, latency=min(of.latency, GENERIC_COSTS.latency) / LATENCIES)
 
 
 Settled = tuple[Spread, tuple[Conflict, ...]]  # the final splits, and the decisions behind them

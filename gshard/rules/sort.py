@@ -115,8 +115,7 @@ def _columnsort_cost(eqn: JaxprEqn, here: Sharding, dim: int, rows: int) -> tupl
     after = standard_elements(here, tuple(local), shape)  # rows shift between tiles at the end
     index = _index_type(eqn, shape[dim])
     sent = inside * (width + padded + (0 if index is None else index.itemsize)) + after * width
-    arrays = len(eqn.invars) + padded + (index is not None)
-    return _work(eqn, local, dim, sorts=4), timed(sent, 4 * arrays)
+    return _work(eqn, local, dim, sorts=4), timed(sent, (3 + padded) * len(eqn.invars))
 
 
 def _index_type(eqn: JaxprEqn, rows: int) -> np.dtype | None:

@@ -107,8 +107,7 @@ def _planning(options: Options, order: DeviceOrder) -> Iterator[None]:
     costs = options.hardware.cost_model if options.hardware else GENERIC_COSTS
     latency, work = costs.latency / options.shrunk**2, costs.flops_per_byte / options.shrunk
     rings = costs.rings or _has_rings(order)
-    shared = costs.shared and not rings  # every message of a ring wakes a process
-    costs = replace(costs, latency=latency, flops_per_byte=work, rings=rings, shared=shared)
+    costs = replace(costs, latency=latency, flops_per_byte=work, rings=rings)
     with _jax.without_mesh(), use_cost_model(costs):
         yield
 

@@ -11,7 +11,7 @@ from jax import lax
 
 import gshard
 from gshard.moving import plan, routes
-from gshard.moving.costs import LATENCIES, cost_model
+from gshard.moving.costs import cost_model
 from gshard.moving.nodes import planned_bytes
 from gshard.moving.plan import plan_reshard, reshard_cost
 from gshard.moving.row_windows import in_rounds, plan_fetch
@@ -116,8 +116,7 @@ def test_one_step_where_one_leads_there(source, target, kind, sent):
     (step,) = plan_reshard(*found, (16, 24), np.int8)
     assert step.kind == kind
     assert step.bytes == sent
-    # Without named hardware, a small collective has the latency that it has when it is combined.
-    wanted = 0 if kind == "slice" else sent + cost_model().latency / LATENCIES
+    wanted = 0 if kind == "slice" else sent + cost_model().latency
     assert reshard_cost(*found, (16, 24), np.int8) == wanted
 
 
