@@ -113,7 +113,7 @@ def function(tree: ast.Module, name: str) -> Any:
         named = [node for node in body if getattr(node, "name", None) == part]
         if not named:
             raise ValueError(f"there is no {name}")
-        body = named[0].body  # type: ignore[attr-defined]
+        body = named[0].body  # type: ignore[attr-defined]  # ast.AST: only definitions match
     return named[0]
 
 

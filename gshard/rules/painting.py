@@ -189,7 +189,8 @@ class Painting:
         var, x = self.variables[number], tile.array
         if self._shares(number):
             maps = [other for other, _ in self._others(var)]
-            own = [n for m in maps for n in m.layers if m.operands[n.source] is var]
+            theirs = [n for m in maps for n in m.layers if m.operands[n.source] is var]
+            own = [*own, *theirs]  # a map whose tiles nobody reads is none of these
         read = {d: self.map.read(own, d) for d in self.map.moving if splits[d] is None}
         for d, runs in read.items():
             if runs != [slice(0, x.shape[d], 1)]:

@@ -124,6 +124,17 @@ def test_finite_volumes():
     assert sent(check(step, state, inputs=[tiles])) <= 2 * 6 * 4
 
 
+def test_fields_that_a_window_reads_beside_others():
+    """A pool reads other fields than those whose rows are fetched together."""
+
+    def fn(f):
+        padded = jnp.pad(f[1:4], ((0, 0), (1, 1), (0, 0)))
+        pooled = jax.lax.reduce_window(padded, 0.0, jax.lax.add, (1, 3, 1), (1, 1, 1), "VALID")
+        return f[:2, 1:] - f[:2, :-1], pooled
+
+    check(fn, random_array((5, 16, 12)), inputs=[np.arange(8).reshape(1, 8, 1)])
+
+
 def test_both_dims_split():
     """On 2 x 4: rows of half of the columns, columns of half of the rows, and corners."""
     tiles = np.arange(8).reshape(1, 2, 4)

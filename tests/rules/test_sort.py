@@ -112,7 +112,7 @@ def test_columnsort_sends_three_times_the_tile():
 
 
 def test_an_argsort_sends_less_than_a_gather_of_its_keys():
-    """Its index is sent as 16 bits, beside the integers that it sorts along."""
+    """The index is sent as 16 bits, with the integers that are sorted."""
     split = even_split(1, 0, 8)
     low = check(jnp.argsort, tied((8 * 8192,)), inputs=[split], outputs=[split], exact=True)
     assert "all_gather" not in kinds(low)

@@ -67,7 +67,7 @@ def _aligned(eqn: JaxprEqn, layers: Sequence[Layer], before: list[JaxprEqn]) -> 
 
 
 def _by_fields(eqn: JaxprEqn, layers: Sequence[Layer], before: list[JaxprEqn]) -> Iterator[Layer]:
-    """The layers, with what is read of most of a field of a stack as layers of that field.
+    """The layers; where most of a field of a stack is read, as layers of that field.
 
     A field has a single row of each dim that its layers lost. It is sliced `before`, once, so that
     what they read of it is moved together.
